@@ -118,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def choice(self, text: str, finish: str | None) -> dict[str, Any]:
         part = {"text": text} if self.path == "/v1/completions" else {"delta": {"content": text}}
-        if self.server.harm == "unsteady":
+        if self.server.harm == "unsteady" or (self.server.harm == "third" and self.server.num_answers == 3):
             part = {"text": f"{text}{self.server.num_answers}"}
         return {"choices": [{**part, "finish_reason": finish}]}
 
@@ -206,7 +206,21 @@ def test_a_service_of_many_answers_is_not_judged(tmp_path: Path, capsys: pytest.
     assert printed[-1] == "not judged: undisturbed: 2 of 2 answers are not those that they are alone"
 
 
-def test_what_cannot_be_checked_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_seldom_another_answer_takes_more_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its third answer is another one: that to the second run with all at once."""
+    options = "--moments", "mid", "--requests", "1", "--apis", "completions"
+    with faking(tmp_path / "killed", "third") as server:
+        status, found = check(server.url, "true", capsys, *options)
+        assert (status, found["cells"][1]["streams"][0]["verdict"]) == (EXIT_BROKEN, "different")
+    with faking(tmp_path / "killed", "third") as server:
+        status, found = check(server.url, "true", capsys, *options, "--undisturbed", "2")
+    assert status == EXIT_NOT_JUDGED
+    assert [cell["streams"][0]["verdict"] for cell in found["cells"]] == ["unsteady", "exact"]
+
+
+def test_what_cannot_be_checked_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with faking(tmp_path / "killed", "") as server:
         options = "--moments", "mid", "--requests", "1"
         assert main(["check-failover", "--url", server.url, "--kill", "exit 3", *options]) == 1
@@ -215,8 +229,13 @@ def test_what_cannot_be_checked_is_an_error(tmp_path: Path, capsys: pytest.Captu
     assert "/v1/models lists no model" in capsys.readouterr().err
     assert main(["check-failover", "--url", "ftp://x", "--kill", "true"]) == 1
     assert "--url must be like" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["check-failover", "--url", server.url, "--kill", "true", "--extra", "[]"])
+    for wrong in (("--extra", "[]"), ("--patience", "nan"), ("--patience", "inf"), ("--max-pause", "nan")):
+        with pytest.raises(SystemExit):
+            main(["check-failover", "--url", server.url, "--kill", "true", *wrong])
+    capsys.readouterr()
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nx: y")
+    assert main(["check-failover", "--url", server.url, "--kill", "true"]) == 1
+    assert "secret" not in capsys.readouterr().err
 
 
 def test_what_is_not_back(tmp_path: Path) -> None:

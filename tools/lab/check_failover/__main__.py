@@ -19,7 +19,7 @@ import msgspec
 
 from tools.flags.options import ArgumentParser
 from tools.lab.check_failover.calls import Call, Received, Request, Service, ServiceError, wait_until_back
-from tools.lab.check_failover.verdict import KINDS, judge, longest_pause
+from tools.lab.check_failover.verdict import KINDS, Verdict, judge, longest_pause
 
 EXIT_HELD = 0
 EXIT_BROKEN = 3  # a stream was lost, doubled or different, or paused for too long, or the service is not back
@@ -28,6 +28,7 @@ EXIT_NOT_JUDGED = 4  # undisturbed runs differ, or nothing was in flight at a ki
 MOMENTS: dict[str, float | None] = {"prefill": None, "early": 0.05, "mid": 0.5, "late": 0.9}
 _KILL_S = 60.0  # longest time for the kill command
 _STDERR = 2
+_MOST_PATIENCE_S = 86_400.0
 _MAX_REQUESTS = 1024
 _TEMPERATURE = 0.8
 _WORDS = (
@@ -69,9 +70,19 @@ def main(arguments: Sequence[str]) -> int:
     """Kill and compare; return the exit status. Errors: ConfigError, ServiceError."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
-    for name, most in (("requests", _MAX_REQUESTS), ("tokens", 1 << 20), ("prompt_words", 1 << 20), ("repeats", 1000)):
+    for name, most in (
+        ("requests", _MAX_REQUESTS),
+        ("tokens", 1 << 20),
+        ("prompt_words", 1 << 20),
+        ("repeats", 1000),
+        ("undisturbed", 1000),
+    ):
         if not 1 <= getattr(parsed, name) <= most:
             parser.error(f"--{name.replace('_', '-')} must be from 1 to {most}")
+    if not 0 < parsed.patience <= _MOST_PATIENCE_S:
+        parser.error(f"--patience must be above 0 and at most {_MOST_PATIENCE_S:.0f}")
+    if parsed.max_pause is not None and not parsed.max_pause >= 0:
+        parser.error("--max-pause must be at least 0")
     service = Service(parsed.url, os.environ.get("OPENAI_API_KEY", ""))
     model = parsed.model or service.first_model(parsed.patience)
     requests = make_requests(model, parsed)
@@ -79,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     if not parsed.json:
         print(f"{parsed.url}, model {model!r:.200}: {len(requests)} requests at once")
     cells = []
-    for cell in check.run([moment for _ in range(parsed.repeats) for moment in parsed.moments]):
+    for cell in check.run([moment for _ in range(parsed.repeats) for moment in parsed.moments], parsed.undisturbed):
         cells.append(cell)
         if not parsed.json:
             _print_cell(cell, with_head=len(cells) == 1)
@@ -108,6 +119,9 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=list(MOMENTS), help="default: all")
     parser.add_argument(
         "--repeats", type=int, default=1, metavar="N", help="kills at each moment; default: %(default)s"
+    )
+    parser.add_argument(
+        "--undisturbed", type=int, default=1, metavar="N", help="runs at once without a kill; default: %(default)s"
     )
     parser.add_argument("--requests", type=int, default=8, metavar="N", help="at once; default: %(default)s")
     parser.add_argument("--apis", nargs="+", choices=("chat", "completions"), default=["chat", "completions"])
@@ -170,27 +184,30 @@ class Check:
         self._is_steady: list[bool] = []
         self._first_s, self._num_pieces = 0.0, 0  # of the undisturbed run with all at once
 
-    def run(self, moments: Sequence[str]) -> Iterator[Cell]:
-        """Yield the undisturbed run, and then a cell for each moment, until the service is not back.
+    def run(self, moments: Sequence[str], num_undisturbed: int = 1) -> Iterator[Cell]:
+        """Yield the undisturbed runs as one, and then a cell for each moment, until the service is not back.
 
         Errors: ServiceError.
         """
-        yield self._undisturbed()
+        yield self._undisturbed(num_undisturbed)
         for moment in moments:
             cell = self._cell(moment)
             yield cell
             if cell.back_s is None:
                 return
 
-    def _undisturbed(self) -> Cell:
+    def _undisturbed(self, num_undisturbed: int) -> Cell:
         for index, request in enumerate(self._requests):
             (received,), _ = self._ask([request])
             if received.error or not received.finish:
                 why = received.error or "it ended without a finish_reason"
                 raise ServiceError(f"request {index} ({request.name}) is not answered undisturbed: {why}")
             self._whole.append(received)
-        together, begin = self._ask(self._requests)
-        verdicts = [judge(got, whole) for got, whole in zip(together, self._whole, strict=True)]
+        verdicts = [Verdict("exact")] * len(self._requests)
+        for _ in range(num_undisturbed):
+            together, begin = self._ask(self._requests)
+            found = [judge(got, whole) for got, whole in zip(together, self._whole, strict=True)]
+            verdicts = [new if old.kind == "exact" else old for old, new in zip(verdicts, found, strict=True)]
         self._is_steady = [verdict.kind == "exact" for verdict in verdicts]
         streamed = [got for got, one in zip(together, self._requests, strict=True) if one.is_streamed and got.times]
         self._num_pieces = sum(len(got.times) for got in streamed)

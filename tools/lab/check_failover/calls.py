@@ -85,7 +85,7 @@ class Received(NamedTuple):
 
 
 class Service:
-    """Where the service is. Errors: ConfigError, for a URL that is none."""
+    """Where the service is, and the key that it wants. Errors: ConfigError, for a URL or a key that is none."""
 
     def __init__(self, url: str, key: str = "") -> None:
         parts = urlsplit(url)
@@ -97,6 +97,8 @@ class Service:
             raise ConfigError(f"--url must be like http://127.0.0.1:8000; got {url!r:.200}")
         self._is_secure = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        if not (key.isascii() and key.isprintable()):  # an error of http.client would show it
+            raise ConfigError("OPENAI_API_KEY has characters that no header can have")
         self._fields = {"content-type": "application/json"}
         if key:
             self._fields["authorization"] = f"Bearer {key}"
