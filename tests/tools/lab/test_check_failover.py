@@ -318,9 +318,17 @@ def test_a_stream_that_hangs_is_given_up(tmp_path: Path) -> None:
     assert judge(got, received("the end")) == Verdict("lost", 4, 3, "it did not end in time")
 
 
+def children(pid: int) -> list[int]:
+    found = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for each in found for child in each]
+
+
 def test_an_engine_that_is_killed_holds(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(*FAKE, "--executor-option", "step_us=3000", "-m", str(resolve_model(None))) as caller:
-        kill = f"kill -9 $(pgrep -P {caller.process.pid} -f -- '-m core')"
+        (engine,) = (
+            pid for pid in children(caller.process.pid) if b"-m\0core" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        kill = f"kill -9 {engine}"
         status, found = check(f"http://127.0.0.1:{caller.port}", kill, capsys, "--moments", "mid", "--tokens", "64")
     assert (status, found["reasons"]) == (EXIT_HELD, []), found
     assert [one["verdict"] for one in found["cells"][1]["streams"]] == ["exact"] * 8
