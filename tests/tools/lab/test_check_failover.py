@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,18 @@ HURT_S = 0.4  # the pause that the fake service makes
 
 
 class Fake(ThreadingHTTPServer):
-    """A service whose answers are WORDS, a piece each. Once the file `killed` is there, it does harm."""
+    """A service whose answers are WORDS, a piece each. Once the file `killed` is there, it does harm.
+
+    num_undisturbed: answers that are not killed; the others wait in the middle until they are.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, killed: Path, harm: str) -> None:
+    def __init__(self, killed: Path, harm: str, num_undisturbed: int) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.killed, self.harm = killed, harm
-        self.num_answers, self.is_over = 0, threading.Event()
+        self.numbers, self.num_undisturbed, self.is_over = count(1), num_undisturbed, threading.Event()
 
     @property
     def url(self) -> str:
@@ -52,7 +56,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.num_answers += 1
+        self.number = next(self.server.numbers)
         if self.server.harm == "escapes":
             self.send_response(500)
             self.end_headers()
@@ -66,9 +70,15 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self.whole()
 
+    def wait_until_killed(self) -> None:
+        end = time.monotonic() + 20
+        while self.number > self.server.num_undisturbed and not self.server.killed.exists() and time.monotonic() < end:
+            threading.Event().wait(PIECE_S)
+
     def whole(self) -> None:
         for _ in WORDS:
             threading.Event().wait(PIECE_S)
+        self.wait_until_killed()
         is_hurt = self.server.killed.exists()
         if is_hurt and self.server.harm in ("lost", "ends early"):
             self.close_connection = True
@@ -88,6 +98,8 @@ class Handler(BaseHTTPRequestHandler):
             return
         while words:
             threading.Event().wait(PIECE_S)
+            if len(words) == len(WORDS) // 3:
+                self.wait_until_killed()
             if harm and self.server.killed.exists():
                 harm = self.hurt(harm, words)
             if words:
@@ -118,8 +130,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def choice(self, text: str, finish: str | None) -> dict[str, Any]:
         part = {"text": text} if self.path == "/v1/completions" else {"delta": {"content": text}}
-        if self.server.harm == "unsteady" or (self.server.harm == "third" and self.server.num_answers == 3):
-            part = {"text": f"{text}{self.server.num_answers}"}
+        if self.server.harm == "unsteady" or (self.server.harm == "third" and self.number == 3):
+            part = {"text": f"{text}{self.number}"}
         return {"choices": [{**part, "finish_reason": finish}]}
 
     def event(self, answer: dict[str, Any]) -> None:
@@ -134,8 +146,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def faking(killed: Path, harm: str) -> Iterator[Fake]:
-    with Fake(killed, harm) as server:
+def faking(killed: Path, harm: str, num_undisturbed: int = 1000) -> Iterator[Fake]:
+    with Fake(killed, harm, num_undisturbed) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -166,7 +178,7 @@ def check(url: str, kill: str, capsys: pytest.CaptureFixture[str], *options: str
 )
 def test_harm_is_found(harm: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = tmp_path / "killed"
-    with faking(killed, harm) as server:
+    with faking(killed, harm, 8) as server:
         options = "--moments", "mid", "--requests", "4"
         status, found = check(server.url, f"touch {shlex.quote(str(killed))}", capsys, *options)
     undisturbed, mid = found["cells"]
@@ -184,22 +196,24 @@ def test_harm_is_found(harm: str, verdict: str, tmp_path: Path, capsys: pytest.C
 
 def test_a_pause_is_found_and_may_be_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = tmp_path / "killed"
-    with faking(killed, "paused") as server:
-        kill = f"touch {shlex.quote(str(killed))}"
+    kill = f"touch {shlex.quote(str(killed))}"
+    with faking(killed, "paused", 4) as server:
         status, found = check(server.url, kill, capsys, "--moments", "early", "--requests", "2", "--apis", "chat")
-        assert status == EXIT_HELD, found
-        assert found["cells"][1]["streams"][0]["pause_s"] > HURT_S - PIECE_S
-        killed.unlink()
+    assert status == EXIT_HELD, found
+    assert found["cells"][1]["streams"][0]["pause_s"] > HURT_S - PIECE_S
+    killed.unlink()
+    with faking(killed, "paused", 2) as server:
         options = "--moments", "early", "--requests", "1", "--max-pause", str(HURT_S / 2)
         status, found = check(server.url, kill, capsys, *options)
     assert status == EXIT_BROKEN
-    assert found["reasons"][0].startswith("early: a stream paused for 0.")
+    assert found["reasons"][0].startswith("early: a stream paused for ")
 
 
 def test_a_service_of_many_answers_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with faking(tmp_path / "killed", "unsteady") as server:
-        options = "--moments", "mid", "--requests", "2", "--apis", "completions"
-        assert main(["check-failover", "--url", server.url, "--kill", "true", *options]) == EXIT_NOT_JUDGED
+    killed = tmp_path / "killed"
+    with faking(killed, "unsteady", 4) as server:
+        options = "--kill", f"touch {shlex.quote(str(killed))}", "--requests", "2", "--apis", "completions"
+        assert main(["check-failover", "--url", server.url, "--moments", "mid", *options]) == EXIT_NOT_JUDGED
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == f"{server.url}, model 'fake': 2 requests at once"
     assert printed[2].split()[:7] == ["not", "killed", "0", "0", "0", "0", "2"]
@@ -284,13 +298,14 @@ def test_judge_what_is_unsteady() -> None:
 
 
 def test_pauses() -> None:
-    whole = received("abc")
-    assert longest_pause(received("abc"), 1.5, whole) == 3.0
-    assert longest_pause(received("abc"), 4.0, whole) == 1.0
-    assert longest_pause(received("abc"), 6.0, whole) == 0.0
-    assert longest_pause(received("abc", ""), 1.5, whole) is None
-    late = received("abc")._replace(times=[9.0], end=9.0)
-    assert longest_pause(late, 1.5, whole) == 3.5
+    got = received("abc")
+    assert longest_pause(got, 1.5, 5.0) == 3.0
+    assert longest_pause(got, 4.0, 5.0) == 1.0
+    assert longest_pause(got, 6.0, 5.0) == 0.0
+    assert longest_pause(received("abc", ""), 1.5, 5.0) is None
+    whole = received("abc")._replace(times=[9.0], end=9.0)
+    assert longest_pause(whole, 1.5, 5.5) == 3.5
+    assert longest_pause(whole, 9.5, 5.5) == 0.0
 
 
 def test_what_a_service_says_cannot_control_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,6 +182,7 @@ class Check:
         self._news = threading.Condition()
         self._whole: list[Received] = []
         self._is_steady: list[bool] = []
+        self._usual_s = [0.0] * len(requests)  # how long each takes at most, undisturbed, with all at once
         self._first_s, self._num_pieces = 0.0, 0  # of the undisturbed run with all at once
 
     def run(self, moments: Sequence[str], num_undisturbed: int = 1) -> Iterator[Cell]:
@@ -206,6 +207,9 @@ class Check:
         verdicts = [Verdict("exact")] * len(self._requests)
         for _ in range(num_undisturbed):
             together, begin = self._ask(self._requests)
+            self._usual_s = [
+                max(before, got.end - got.begin) for before, got in zip(self._usual_s, together, strict=True)
+            ]
             found = [judge(got, whole) for got, whole in zip(together, self._whole, strict=True)]
             verdicts = [new if old.kind == "exact" else old for old, new in zip(verdicts, found, strict=True)]
         self._is_steady = [verdict.kind == "exact" for verdict in verdicts]
@@ -231,9 +235,9 @@ class Check:
         received, _ = self._ask(self._requests, strike)
         watch.join()
         streams = []
-        for request, got, whole, is_steady in zip(self._requests, received, self._whole, self._is_steady, strict=True):
-            verdict = judge(got, whole, is_steady=is_steady)
-            streams.append(Stream(request.name, *verdict, longest_pause(got, struck, whole)))
+        for index, (request, got) in enumerate(zip(self._requests, received, strict=True)):
+            verdict = judge(got, self._whole[index], is_steady=self._is_steady[index])
+            streams.append(Stream(request.name, *verdict, longest_pause(got, struck, self._usual_s[index])))
         (back_at,) = back
         return Cell(moment, num_open, None if back_at is None else back_at - struck, streams)
 

@@ -59,14 +59,14 @@ def _num_shared(one: str, other: str) -> int:
     return next(differing, min(len(one), len(other)))
 
 
-def longest_pause(got: Received, struck: float, whole: Received) -> float | None:
+def longest_pause(got: Received, struck: float, usual_s: float) -> float | None:
     """Return the longest silence after the kill, in seconds; None for an answer that did not end.
 
-    Of an answer that is not streamed it is how much longer it took than undisturbed.
+    Of an answer that is not streamed it is how much longer it took than usual_s, undisturbed among the others.
     """
     if not got.finish:
         return None
     if len(got.times) < 2:
-        return max(0.0, (got.end - got.begin) - (whole.end - whole.begin)) if got.end > struck else 0.0
+        return max(0.0, got.end - got.begin - usual_s) if got.end > struck else 0.0
     points = [struck, *(at for at in (*got.times, got.end) if at > struck)]
     return max((after - before for before, after in pairwise(points)), default=0.0)
