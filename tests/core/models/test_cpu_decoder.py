@@ -41,14 +41,15 @@ class Watched:
     def forward(self, inputs: ModelInputs) -> StepResult:
         rows = np.arange(len(inputs.token_ids))[::-1]
         states = None if inputs.requests is None else inputs.requests.states.copy()
+        hidden = self._model.hidden_states(inputs) if self._one_by_one else None
         for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], inputs.logits_rows):
             result: StepResult
-            if inputs.requests is not None and states is not None:
-                inputs.requests.states[:] = states  # the same tokens again
-            if self._one_by_one:
-                result = self._model.result(self._model.hidden_states(inputs), wanted)
+            if hidden is not None:
+                result = self._model.result(hidden, wanted)
                 assert result.largest is None
             else:
+                if inputs.requests is not None and states is not None:
+                    inputs.requests.states[:] = states  # the same tokens again
                 result = self._model.forward(inputs._replace(logits_rows=wanted))
                 assert result.largest is not None
                 assert result.largest.tolist() == result.logits.argmax(-1).tolist()

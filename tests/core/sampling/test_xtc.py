@@ -92,21 +92,21 @@ def left_by_chain(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("probability", [0.4, 1.0])
-def test_tokens_equal_the_reference(case: dict[str, Any], probability: float, kernel: CpuSampler | None) -> None:
+def test_tokens_equal_the_reference(case: dict[str, Any], probability: float) -> None:
     params = SamplingParams(xtc_probability=probability, max_tokens=None, **case)
-    logits, inputs = logits_of(), started(params)
-    after = logits.copy()
-    tokens = sample(after, inputs, kernel)
-    shown = processed_logits(after, np.arange(NUM_ROWS), inputs)
-    num_changed = 0
-    for row in range(NUM_ROWS):
-        changed, left = left_by_chain(logits[row], params, row, row)
-        never = SamplingParams(temperature=params.temperature)
-        assert tokens[row] == draw(left, never, row, row)  # of a greedy row, filters leave the largest
-        num_changed += tokens[row] != draw(changed, never, row, row)
+    logits, inputs, never = logits_of(), started(params), SamplingParams(temperature=params.temperature)
+    chains = [left_by_chain(logits[row], params, row, row) for row in range(NUM_ROWS)]
+    unfiltered = [draw(changed, never, row, row) for row, (changed, _) in enumerate(chains)]
+    expected = [draw(left, never, row, row) for row, (_, left) in enumerate(chains)]
+    for kernel in (None, CpuSampler(load_cpu_library())):
+        after = logits.copy()
+        tokens = sample(after, inputs, kernel)
+        shown = processed_logits(after, np.arange(NUM_ROWS), inputs)
+        assert list(tokens) == expected, kernel  # of a greedy row, filters leave the largest
         if params.temperature > 0:
-            assert np.array_equal(shown[row] > -np.inf, left > -np.inf)
-    assert num_changed or case.get("top_k") == 1 or case.get("xtc_threshold") == 0.5
+            for row, (_, left) in enumerate(chains):
+                assert np.array_equal(shown[row] > -np.inf, left > -np.inf), (kernel, row)
+    assert expected != unfiltered or case.get("top_k") == 1 or case.get("xtc_threshold") == 0.5
 
 
 @pytest.mark.parametrize(
