@@ -48,7 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 120},
     "limits": {"max_num_partial_prefills": 1, "scheduler_delay_factor": 1.5, "num_blocks_override": 16},
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
-    "suffix": {"speculative_config": SpeculativeConfig(method="suffix", num_speculative_tokens=3)},
+    "suffix": {
+        "speculative_config": SpeculativeConfig(
+            method="suffix",
+            num_speculative_tokens=3,
+            suffix_decoding_max_cached_requests=20,  # fewer than the run has, and a tenth of the time of a checkpoint
+        )
+    },
     "pairs": {
         "async_scheduling": True,
         "speculative_config": SpeculativeConfig(
