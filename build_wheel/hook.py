@@ -33,7 +33,7 @@ class WheelHook(BuildHookInterface[Any]):
         for name in imports.PACKAGES:
             imports.copy_moved(Path(self.root, name), home / name)
         build_data["force_include"][str(home)] = imports.HOME
-        libraries = self._compile_kernels()
+        libraries = self.compile_kernels()
         for name, content in libraries.items():
             path = home / "kernels" / "cpu" / "prebuilt" / name
             path.parent.mkdir(exist_ok=True)
@@ -42,7 +42,7 @@ class WheelHook(BuildHookInterface[Any]):
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values())}"
 
-    def _compile_kernels(self) -> dict[str, bytes]:
+    def compile_kernels(self) -> dict[str, bytes]:
         """Return file name -> content of each variant's library; empty where there is no compiler.
 
         Errors: RuntimeError for a compiler that fails, unless PURE is 1.
@@ -55,7 +55,7 @@ class WheelHook(BuildHookInterface[Any]):
             self.app.display_warning(f"the wheel has no compiled kernels: {error}")
             return libraries
         except cpu_build.CpuLibraryError as error:
-            self._fail("compiled kernels", error)
+            self.fail("compiled kernels", error)
             return libraries
         for variant in _wanted(cpu_build.variants_of_machine()):
             try:
@@ -66,10 +66,10 @@ class WheelHook(BuildHookInterface[Any]):
             except cpu_build.CannotCompileError as error:
                 self.app.display_warning(f"the wheel has no kernels {variant}: {error}")
             except cpu_build.CpuLibraryError as error:
-                self._fail(f"kernels {variant}", error)
+                self.fail(f"kernels {variant}", error)
         return libraries
 
-    def _fail(self, what: str, error: Exception) -> None:
+    def fail(self, what: str, error: Exception) -> None:
         """Say that the wheel has none of these. Errors: RuntimeError, unless PURE is 1."""
         if os.environ.get(PURE) != "1":
             raise RuntimeError(f"the C compiler fails; {PURE}=1 makes a wheel without {what}: {error}") from error

@@ -291,6 +291,11 @@ class EngineClient(JournalReader, TypedCalls):
         """Return the reason why the session has ended; None while it is open."""
         return self._error
 
+    @property
+    def is_connected(self) -> bool:
+        """Return whether an engine has answered on the present connection; False while the next one is awaited."""
+        return self._is_connected
+
     def raise_if_ended(self) -> None:
         """Raise the error that ended the session, if any."""
         if self._error is not None:

@@ -24,7 +24,7 @@ _MAX_MESSAGE_CHARS = 400  # 6 bytes each if JSON escapes them all
 Headers = list[tuple[bytes, bytes]]
 
 #: Status -> its type for clients of OpenAI and vLLM.
-_TYPES = {
+ERROR_TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
     403: "PermissionDeniedError",
@@ -77,7 +77,7 @@ class HttpError(Exception):
         if len(message) > _MAX_MESSAGE_CHARS:
             message = f"{message[: _MAX_MESSAGE_CHARS - 4]} ..."
         message = message.encode(errors="replace").decode()  # a caller's text may have lone surrogates
-        return {"message": message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
+        return {"message": message, "type": ERROR_TYPES[self.status], "param": self.param, "code": self.code}
 
 
 def http_error(error: Exception, *, max_model_len: int, prompt_param: str | None = None) -> HttpError:

@@ -10,7 +10,7 @@ from ipc.params.sampling_params import SamplingParams
 MAX_BYTES = 256 << 20
 #: Measured bytes: of a choice with its request; of a token of a prompt; of a position with log probabilities; of each
 #: of these as received, and as text.
-_CHOICE, _TOKEN, _POSITION, _LOGPROB, _SHOWN = 4096, 40, 400, 8, 80
+CHOICE_BYTES, TOKEN_BYTES, _POSITION, _LOGPROB, _SHOWN = 4096, 40, 400, 8, 80
 _NUMBER = 28  # of a vector: float32, and as text
 #: Tokens counted for an answer without max_tokens.
 _USUAL_TOKENS = 4096
@@ -40,7 +40,7 @@ class Holdings:
 
 def vectors_bytes(num_texts: int, num_tokens: int, width: int) -> int:
     """Return the memory of the vectors of some texts. num_tokens: of all texts. width: numbers of a vector."""
-    return num_texts * (_CHOICE + width * _NUMBER) + num_tokens * _TOKEN
+    return num_texts * (CHOICE_BYTES + width * _NUMBER) + num_tokens * TOKEN_BYTES
 
 
 class Cost(NamedTuple):
@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 def cost_of(num_prompt: int, params: SamplingParams, room: int, vocab_size: int, *, is_streamed: bool) -> Cost:
     """Return the size of the answer to a request. num_prompt: tokens. room: tokens that fit after them."""
     num_tokens = params.n * min(room, params.max_tokens or _USUAL_TOKENS)
-    total = params.n * _CHOICE + num_prompt * _TOKEN
+    total = params.n * CHOICE_BYTES + num_prompt * TOKEN_BYTES
     count = 0
     for asked, positions in ((params.prompt_logprobs, num_prompt), (params.logprobs, num_tokens)):
         if asked is not None:

@@ -27,7 +27,7 @@ class MetricsServer:
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
         host, port = _split(address)
         try:
-            self._server = _Server((host, port), _Handler)
+            self._server = _Server((host, port), RequestHandler)
         except OSError as error:
             raise AddressError(f"metrics cannot be served at {address}: {error.strerror}") from None
         app = make_wsgi_app(registry)
@@ -78,7 +78,9 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(WSGIRequestHandler):
+class RequestHandler(WSGIRequestHandler):
+    """Reads a request for at most `timeout` seconds, and writes no log."""
+
     timeout = _SILENCE_S
 
     def log_message(self, *args: object) -> None:

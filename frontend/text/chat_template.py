@@ -70,7 +70,7 @@ def render_chat(
         )
     if continue_final_message:
         messages, final = mark_final_text(messages, add_generation_prompt=add_generation_prompt)
-    compiled = _compile(template)
+    compiled = compile_template(template)
     variables = plain_data(kwargs | {"add_generation_prompt": add_generation_prompt}, "chat template arguments")
     variables.setdefault("documents", None)
     variables["tools"] = plain_data(tools, "tools")
@@ -97,7 +97,7 @@ def render_chat(
 
 def check_template(template: str) -> None:
     """Check that this is a template. Errors: InvalidRequestError."""
-    _compile(template)
+    compile_template(template)
 
 
 def _in_either_form(render: Callable[[bool], str]) -> str:
@@ -177,7 +177,8 @@ def _strftime_now(form: str) -> str:
 
 
 @lru_cache(maxsize=32)
-def _compile(source: str) -> _Compiled:
+def compile_template(source: str) -> _Compiled:
+    """Return the compiled template; the last 32 are kept. Errors: InvalidRequestError if it is not valid."""
     environment = _make_environment()
     try:
         tree = environment.parse(source)

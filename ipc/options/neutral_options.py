@@ -90,7 +90,7 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 #: Those of them that are flags without a value on vLLM's command line.
-_SWITCHES = frozenset(
+SWITCHES = frozenset(
     [
         "aggregate_engine_logging",
         "allow_deprecated_quantization",
@@ -267,7 +267,7 @@ def is_neutral(name: str) -> bool:
 def is_switch(name: str) -> bool:
     """Return whether this option is a flag without a value on vLLM's command line."""
     values = NEUTRAL.get(name, ())
-    return name in _SWITCHES or (bool(values) and all(isinstance(value, bool) for value in values))
+    return name in SWITCHES or (bool(values) and all(isinstance(value, bool) for value in values))
 
 
 def value_of(text: str) -> object:

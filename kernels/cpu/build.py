@@ -27,7 +27,7 @@ BUILD_S = 120.0  # time limit of a build that something waits for; two free core
 WHEEL_CPU_S, WHEEL_BUILD_S = 600, 7200.0
 BUILD_FOLDER_PREFIX = "build-"
 
-_FLAGS = (
+FLAGS = (
     *("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-fvisibility=hidden", "-pthread"),
     *("-D_GNU_SOURCE", "-Wall", "-Wextra", "-Wno-psabi"),
 )
@@ -173,7 +173,7 @@ def check_instructions(variant: str, compiler: Compiler) -> None:
 def source_hash(variant: str, compiler_version: str = "") -> str:
     """Return a hex digest of everything that a variant depends on: machine, compiler version, flags and sources."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (platform.machine(), compiler_version, *_FLAGS, *VARIANTS[variant].flags):
+    for part in (platform.machine(), compiler_version, *FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
     for path in sorted(SOURCE_FOLDER.rglob("*.[ch]")):
         digest.update(str(path.relative_to(SOURCE_FOLDER)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -195,9 +195,9 @@ def build(
             prefix=BUILD_FOLDER_PREFIX, dir=folder, ignore_cleanup_errors=True
         ) as build_folder:
             limit = [] if cpu_seconds is None else ["sh", "-c", 'ulimit -t "$0"; exec "$@"', str(cpu_seconds)]
-            command = [*limit, *compiler.command, *_FLAGS, "-I", str(SOURCE_FOLDER), *VARIANTS[variant].flags]
+            command = [*limit, *compiler.command, *FLAGS, "-I", str(SOURCE_FOLDER), *VARIANTS[variant].flags]
             sources = sorted(SOURCE_FOLDER.rglob("*.c"))
-            _make_common_header(command, build_folder, end, is_compiled=len(sources) >= _MANY_FILES)
+            _make_common_header(command, build_folder, end, is_compiled=len(sources) >= MANY_FILES)
             each = [*command, "-include", _COMMON_HEADER, "-c"]
             compiling = [[*each, str(path), "-o", f"{path.stem}.o"] for path in sources]
             _run("failed", compiling, build_folder, end)
@@ -213,7 +213,7 @@ def build(
 
 
 _COMMON_HEADER = "common.h"
-_MANY_FILES = 8  # from this many files on, precompiling the header saves more time than it takes
+MANY_FILES = 8  # from this many files on, precompiling the header saves more time than it takes
 
 
 def _make_common_header(command: list[str], folder: str, end: float, *, is_compiled: bool) -> None:

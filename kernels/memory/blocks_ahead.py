@@ -11,7 +11,7 @@ from kernels.memory.huge_pages import take_pages
 from kernels.memory.kv_cache import KVCache
 
 _AHEAD_BYTES = 256 << 20  # for all layers together
-_AHEAD_TOKENS = 16_384
+AHEAD_TOKENS = 16_384
 _PIECE_BYTES = 2 << 20  # for one layer, at a time; takes a few milliseconds
 
 
@@ -23,7 +23,7 @@ class BlocksAhead:
         self._num_blocks = cache.num_blocks
         self._block_bytes = self._layers[0].nbytes // cache.num_blocks  # per layer
         all_layers = self._block_bytes * len(self._layers)
-        self._ahead = min(_AHEAD_BYTES // all_layers, _AHEAD_TOKENS // cache.block_size)
+        self._ahead = min(_AHEAD_BYTES // all_layers, AHEAD_TOKENS // cache.block_size)
         self._piece = max(1, _PIECE_BYTES // self._block_bytes)
         self._highest = 0  # highest block that has been in use
         self._num_taken = 0  # number of blocks that have memory in every layer

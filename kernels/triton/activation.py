@@ -12,7 +12,7 @@ _GELU_TANH, _GELU_ERF, _RELU_SQUARED = tl.constexpr(0), tl.constexpr(1), tl.cons
 
 
 @triton.jit
-def _activate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
+def activate_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
     """Compute BLOCK numbers of one row in each program."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -51,5 +51,7 @@ def _run(x: torch.Tensor, function: tl.constexpr) -> torch.Tensor:
     out, (num_rows, width) = torch.empty_like(x), x.shape
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
-        _activate[(num_rows, triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, FUNCTION=function.value)
+        activate_kernel[(num_rows, triton.cdiv(width, block))](
+            x, out, WIDTH=width, BLOCK=block, FUNCTION=function.value
+        )
     return out

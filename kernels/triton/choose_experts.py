@@ -44,7 +44,7 @@ def _left_out(keys, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, CHOSEN_GROUPS:
 
 # fmt: off
 @triton.jit
-def _choose(
+def choose_kernel(
     logits, correction, experts, weights, order, tiles, scaling, added_to_sum,
     EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALISES: tl.constexpr, CORRECTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
@@ -120,7 +120,7 @@ class ChosenExperts:
         tiles = ExpertTiles.allocate(experts.numel(), num_experts, tile_rows, logits.device)
         by_groups = routing.num_chosen_groups < routing.num_groups
         groups = routing.num_groups if by_groups else 1
-        _choose[(len(logits),)](
+        choose_kernel[(len(logits),)](
             logits,
             logits if self._correction is None else self._correction,
             experts,

@@ -18,7 +18,7 @@ from kernels.triton.kv_cache import TritonKVCache
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_splits"])
-def _decode(
+def decode_kernel(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
     sinks, shared, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -89,7 +89,7 @@ def _store(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _merge(
+def merge_kernel(
     out,
     partial_sums,
     partial_stats,
@@ -148,7 +148,7 @@ def decode_attention(
     assert q.is_contiguous(), q.stride()
     sums = torch.empty((parts, num_heads, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((parts, num_heads, 2), dtype=torch.float32, device=q.device)
-    _decode[(count, kv_heads, splits)](
+    decode_kernel[(count, kv_heads, splits)](
         q,
         out,
         sums,
@@ -173,4 +173,4 @@ def decode_attention(
         UPCAST=INTERPRETED,
     )
     if splits > 1:
-        _merge[(count, num_heads)](out, sums, stats, work.positions, work.decode_tokens, splits, **shape)
+        merge_kernel[(count, num_heads)](out, sums, stats, work.positions, work.decode_tokens, splits, **shape)

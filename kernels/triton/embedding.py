@@ -10,7 +10,7 @@ _MAX_BLOCK = 1024
 
 
 @triton.jit
-def _gather(ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gather_kernel(ids, table, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -26,5 +26,5 @@ def embedding(ids: torch.Tensor, table: torch.Tensor, scale: float) -> torch.Ten
     out = torch.empty((len(ids), width), dtype=torch.float32, device=table.device)
     block = min(_MAX_BLOCK, power_of_2(width))
     if len(ids):
-        _gather[(len(ids), triton.cdiv(width, block))](ids, table, out, scale, WIDTH=width, BLOCK=block)
+        gather_kernel[(len(ids), triton.cdiv(width, block))](ids, table, out, scale, WIDTH=width, BLOCK=block)
     return out

@@ -93,7 +93,7 @@ def _multiply(
 
 
 @triton.jit
-def _gate_up(
+def gate_up_kernel(
     x, weight, bias, order, bounds, out,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, NUM_CHOSEN: tl.constexpr, FUNCTION: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -125,7 +125,7 @@ def _gate_up(
 
 
 @triton.jit
-def _down(
+def down_kernel(
     x, weight, bias, order, bounds, out,
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
@@ -173,7 +173,7 @@ def gate_up_products(
     width = weight.shape[1] // 2
     assert x.is_contiguous(), x.stride()
     out = x.new_empty(len(tiles.order), width)
-    _gate_up[(len(tiles.bounds) * triton.cdiv(width, shape.columns // 2),)](
+    gate_up_kernel[(len(tiles.bounds) * triton.cdiv(width, shape.columns // 2),)](
         x,
         weight,
         weight if bias is None else bias,
@@ -195,7 +195,7 @@ def down_products(x: torch.Tensor, product: StackedProduct, tiles: ExpertTiles, 
     weight, bias = product
     hidden = weight.shape[1]
     out = x.new_empty(len(x), hidden)
-    _down[(len(tiles.bounds) * triton.cdiv(hidden, shape.columns),)](
+    down_kernel[(len(tiles.bounds) * triton.cdiv(hidden, shape.columns),)](
         x,
         weight,
         weight if bias is None else bias,

@@ -9,7 +9,7 @@ _BLOCK = 512
 
 # fmt: off
 @triton.jit
-def _sum(
+def sum_kernel(
     results, weights, shared, logits, out,
     WIDTH: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
@@ -43,7 +43,7 @@ def expert_sum(
     """
     (num_rows, num_chosen), width = weights.shape, results.shape[1]
     out = results.new_empty(num_rows, width)
-    _sum[(num_rows, triton.cdiv(width, _BLOCK))](
+    sum_kernel[(num_rows, triton.cdiv(width, _BLOCK))](
         results,
         weights,
         results if shared is None else shared,

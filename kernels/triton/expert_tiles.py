@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048
-_NUM_WARPS = 8
+SORT_BLOCK = 2048
+NUM_WARPS = 8
 
 
 class ExpertTiles(NamedTuple):
@@ -34,7 +34,7 @@ def _most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 
 
 @triton.jit(do_not_specialize=["num_pairs", "is_few"])
-def _sort(experts, order, bounds, num_pairs, is_few, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sort_kernel(experts, order, bounds, num_pairs, is_few, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sort one expert's pairs and write its tiles.
 
     is_few: there are as many tiles as pairs; an expert's tiles start at the number of pairs before it. Otherwise they
@@ -70,13 +70,13 @@ def sort_pairs(experts: torch.Tensor, num_experts: int, tile_rows: int, tiles: E
     """Sort the pairs of experts [T, num_chosen] int32 contiguous into tiles of at most tile_rows."""
     num_pairs = experts.numel()
     is_few = num_pairs <= _most_tiles(num_pairs, num_experts, tile_rows)
-    _sort[(num_experts,)](
+    sort_kernel[(num_experts,)](
         experts,
         tiles.order,
         tiles.bounds,
         num_pairs,
         int(is_few),
         TILE_ROWS=tile_rows,
-        BLOCK=_BLOCK,
-        num_warps=_NUM_WARPS,
+        BLOCK=SORT_BLOCK,
+        num_warps=NUM_WARPS,
     )

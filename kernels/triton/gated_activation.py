@@ -28,7 +28,7 @@ def gated(gate, up, FUNCTION: tl.constexpr):
 
 
 @triton.jit
-def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
+def gated_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
     """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -59,5 +59,5 @@ def _run(gate_up: torch.Tensor, function: str) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, width)
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
-        _gated[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, FUNCTION=function)
+        gated_kernel[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, FUNCTION=function)
     return out

@@ -84,7 +84,7 @@ _MAX_BLOCK = 2048
 
 
 @triton.jit
-def _copy(source, target, source_ids, target_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def copy_kernel(source, target, source_ids, target_ids, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Copy BLOCK numbers of one KV block in each program."""
     pair = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -108,4 +108,4 @@ def copy_blocks(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Te
     block = min(_MAX_BLOCK, power_of_2(width))
     if len(source_ids):
         grid = (len(source_ids), triton.cdiv(width, block))
-        _copy[grid](source, target, source_ids, target_ids, WIDTH=width, BLOCK=block)
+        copy_kernel[grid](source, target, source_ids, target_ids, WIDTH=width, BLOCK=block)

@@ -9,7 +9,7 @@ from kernels.triton.device import power_of_2
 
 # fmt: off
 @triton.jit
-def _norm(
+def norm_kernel(
     hidden, x, weight, bias, out, eps, multiplier,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PRECEDES: tl.constexpr, SCALES: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
@@ -86,7 +86,7 @@ class TritonNorm:
         num_rows, width = x.shape
         out = torch.empty(x.shape, dtype=self.dtype, device=x.device)
         if num_rows:
-            _norm[(num_rows,)](
+            norm_kernel[(num_rows,)](
                 hidden,
                 x,
                 *(out if one is None else one for one in (self.weight, self.bias)),

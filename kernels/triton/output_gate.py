@@ -9,7 +9,7 @@ from kernels.triton.gated_activation import MAX_BLOCK
 
 
 @triton.jit
-def _open_gates(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def open_gates_kernel(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Compute BLOCK numbers of one row in each program, in place."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -32,5 +32,5 @@ def open_gates(mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     num_rows, width = mixed.shape
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
-        _open_gates[(num_rows, triton.cdiv(width, block))](mixed, gates, WIDTH=width, BLOCK=block)
+        open_gates_kernel[(num_rows, triton.cdiv(width, block))](mixed, gates, WIDTH=width, BLOCK=block)
     return mixed

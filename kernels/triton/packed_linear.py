@@ -88,7 +88,7 @@ _TILE_ROWS = 64
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows"])
-def _unpack(
+def unpack_kernel(
     codes, scales, fine, minima, fine_minima, out, num_rows, depth, width, num_groups, half_groups,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
@@ -124,7 +124,7 @@ def unpack(packed: PackedRows, dtype: torch.dtype) -> torch.Tensor:
     num_rows, width = packed.codes.shape
     out = torch.empty(num_rows, packed.depth, dtype=dtype, device=packed.codes.device)
     fields = (packed.scales if one is None else one for one in (packed.fine, packed.minima, packed.fine_minima))
-    _unpack[ceil_div(width, TILE_BYTES), ceil_div(num_rows, _TILE_ROWS)](
+    unpack_kernel[ceil_div(width, TILE_BYTES), ceil_div(num_rows, _TILE_ROWS)](
         packed.codes,
         packed.scales,
         *fields,

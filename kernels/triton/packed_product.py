@@ -19,12 +19,12 @@ _FEW_ROWS, _MOST_TILE_ROWS = 32, 128
 #: in their registers.
 _NUM_PROGRAMS, _NUM_LARGE_PROGRAMS = 528, 264
 _LEAST_TILES = 4  # that one program sums
-_MERGED = 1024  # numbers per program of _merge_parts
+_MERGED = 1024  # numbers per program of merge_parts_kernel
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows"])
-def _multiply_packed(
+def multiply_packed_kernel(
     x, codes, scales, fine, minima, fine_minima, bias, out, partial_sums, num_rows, num_columns, depth, width,
     num_groups, half_groups, split_tiles, first_column, out_columns,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -82,7 +82,7 @@ def _loaded(places, inside, EVEN: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _merge_parts(
+def merge_parts_kernel(
     x, bias, out, partial_sums, num_rows, num_columns, first_column, out_columns,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
@@ -111,12 +111,12 @@ def packed_product(
     assert out.is_contiguous(), out.stride()
     num_rows, (num_columns, width) = len(x), weight.codes.shape
     tile_rows = min(_MOST_TILE_ROWS, max(16, power_of_2(num_rows)))
-    tile_bytes = _tile_bytes(weight, tile_rows)
-    split_tiles, parts = _split(num_columns, width, tile_rows, tile_bytes)
+    tile_bytes = bytes_of_tile(weight, tile_rows)
+    split_tiles, parts = split_product(num_columns, width, tile_rows, tile_bytes)
     shape = (parts, num_rows, num_columns) if parts > 1 else (1,)
     partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     fields = (weight.scales if one is None else one for one in (weight.fine, weight.minima, weight.fine_minima))
-    _multiply_packed[ceil_div(num_columns, TILE_COLUMNS), parts, ceil_div(num_rows, tile_rows)](
+    multiply_packed_kernel[ceil_div(num_columns, TILE_COLUMNS), parts, ceil_div(num_rows, tile_rows)](
         x,
         weight.codes,
         weight.scales,
@@ -145,12 +145,12 @@ def packed_product(
         grid = num_rows, ceil_div(num_columns, _MERGED)
         has_bias = bias is not None
         options = {"PARTS": parts, "BLOCK": _MERGED, "HAS_BIAS": has_bias}
-        _merge_parts[grid](
+        merge_parts_kernel[grid](
             x, bias if has_bias else x, out, partial_sums, num_rows, num_columns, first_column, out.shape[1], **options
         )
 
 
-def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:
+def bytes_of_tile(weight: PackedRows, tile_rows: int) -> int:
     """Return the bytes of codes per tile row: fewer if registers would run short.
 
     With two levels of scales, the work for them is shared by as many weights as possible.
@@ -159,7 +159,7 @@ def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:
     return TILE_BYTES // 2 if is_short else TILE_BYTES
 
 
-def _split(num_columns: int, width: int, tile_rows: int, tile_bytes: int) -> tuple[int, int]:
+def split_product(num_columns: int, width: int, tile_rows: int, tile_bytes: int) -> tuple[int, int]:
     """Return the tiles of a row's codes per program, and the resulting number of parts."""
     tiles, programs = ceil_div(width, tile_bytes), _NUM_PROGRAMS if tile_rows <= _FEW_ROWS else _NUM_LARGE_PROGRAMS
     wanted = min(programs // ceil_div(num_columns, TILE_COLUMNS), tiles // _LEAST_TILES)

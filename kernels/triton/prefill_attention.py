@@ -12,12 +12,13 @@ from kernels.triton.kv_cache import TritonKVCache
 
 # fmt: off
 @triton.jit
-def _prefill(
+def prefill_kernel(
     q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):
+    """Compute one tile, consecutive tokens of one request with the query heads of one KV head, in each program."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -69,7 +70,7 @@ def prefill_attention(
     assert q.is_contiguous(), q.stride()
     group = num_heads // cache.num_kv_heads
     block_m = max(PREFILL_ROWS, tile_tokens(group) * power_of_2(group))
-    _prefill[(num_tiles, cache.num_kv_heads)](
+    prefill_kernel[(num_tiles, cache.num_kv_heads)](
         q,
         out,
         cache.layers[layer],

@@ -11,7 +11,7 @@ _BLOCK = 128
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _prepare(
+def prepare_kernel(
     rows,
     positions,
     tokens,
@@ -24,6 +24,7 @@ def _prepare(
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Find the ids and slots of BLOCK tokens in each program."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_tokens
     row = tl.load(rows + at, mask=inside, other=-1).to(tl.int64)
@@ -45,7 +46,7 @@ def prepare_inputs(
     ids = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(ids)
     if len(rows):
-        _prepare[(triton.cdiv(len(rows), _BLOCK),)](
+        prepare_kernel[(triton.cdiv(len(rows), _BLOCK),)](
             rows,
             positions,
             tokens,

@@ -60,7 +60,7 @@ def _write_kv(
 
 
 @triton.jit
-def _rope(
+def rope_kernel(
     qkv, cos, sin, head_norms, growth, slots, q, layer, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -159,7 +159,7 @@ class TritonRope:
         assert cache.head_dim % 2 == 0, cache.head_dim
         q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=dtype, device=qkv.device)
         if len(qkv):
-            _rope[(len(qkv),)](
+            rope_kernel[(len(qkv),)](
                 qkv,
                 cos,
                 sin,

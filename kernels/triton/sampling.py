@@ -22,10 +22,10 @@ from kernels.triton.sampling_rows import first_largest, load_scaled, maximum_of,
 from kernels.triton.threshold_search import GROUP, Thresholds, find_thresholds
 
 #: Tokens per piece. It is fixed, so that the order of summation only depends on the row.
-_MAX_BLOCK = 2048
+MAX_BLOCK = 2048
 #: A whole group, and a multiple of the number of tokens that share Philox numbers.
 _MIN_BLOCK = max(GROUP.value, TOKENS_PER_BLOCK)
-_NUM_WARPS = 8
+NUM_WARPS = 8
 
 #: int32 words of a row's parameters: temperature, top_p, min_p (float32), top_k, position, choice, seed (low, high).
 _NUM_WORDS = 8
@@ -45,7 +45,7 @@ def _race(values, left, words, index, num_rows, start, vocab_size, BLOCK: tl.con
 
 
 @triton.jit
-def _scan(logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK: tl.constexpr):
+def scan_kernel(logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK: tl.constexpr):
     """Find the largest logit of each piece and of each group."""
     piece, index = tl.program_id(0), tl.program_id(1)
     at = piece * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ def _scan(logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, B
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _draw(
+def draw_kernel(
     logits, words, largest, lows, cuts, last_cuts, sums, winners, vocab_size, num_rows, num_pieces,
     BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):
@@ -86,7 +86,7 @@ def _draw(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _choose(
+def choose_kernel(
     words, largest, firsts, sums, winners, tokens, vocab_size, num_rows, num_pieces, PIECES: tl.constexpr,
 ):
     """Store each row's token."""
@@ -152,7 +152,7 @@ def sample_tokens(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds) -> to
 
 def _launch(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds, tokens: torch.Tensor) -> None:
     num_rows, vocab_size = logits.shape
-    block = max(_MIN_BLOCK, min(_MAX_BLOCK, power_of_2(vocab_size)))
+    block = max(_MIN_BLOCK, min(MAX_BLOCK, power_of_2(vocab_size)))
     num_pieces, num_groups = ceil_div(vocab_size, block), ceil_div(vocab_size, GROUP.value)
     pieces, grid = power_of_2(num_pieces), (num_pieces, num_rows)
 
@@ -165,13 +165,17 @@ def _launch(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds, tokens: tor
         empty(num_groups, torch.float32),
     )
     sums, winners = empty(num_pieces, torch.float64), empty(num_pieces, torch.int32)
-    _scan[grid](logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK=block, num_warps=_NUM_WARPS)
+    scan_kernel[grid](
+        logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK=block, num_warps=NUM_WARPS
+    )
     found = Thresholds.allocate(num_rows, logits.device)
     if kinds.cuts:
         find_thresholds(logits, words, largest, maxima, found)
     if kinds.draws:
-        _draw[grid](
+        draw_kernel[grid](
             logits, words, largest, *found, sums, winners, vocab_size, num_rows, num_pieces,
-            BLOCK=block, PIECES=pieces, num_warps=_NUM_WARPS,
+            BLOCK=block, PIECES=pieces, num_warps=NUM_WARPS,
         )  # fmt: skip
-    _choose[(num_rows,)](words, largest, firsts, sums, winners, tokens, vocab_size, num_rows, num_pieces, PIECES=pieces)
+    choose_kernel[(num_rows,)](
+        words, largest, firsts, sums, winners, tokens, vocab_size, num_rows, num_pieces, PIECES=pieces
+    )

@@ -217,7 +217,7 @@ def _top_p_cut(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _search(
+def search_kernel(
     logits, words, largest, maxima, listed, lows, cuts, last_cuts, vocab_size, num_rows, num_pieces, num_groups,
     BLOCK: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr, SOME: tl.constexpr,
 ):
@@ -276,7 +276,7 @@ def find_thresholds(
     num_rows, vocab_size = logits.shape
     num_pieces, num_groups = largest.shape[1], maxima.shape[1]
     listed = torch.empty((num_rows, MOST_GROUPS), dtype=torch.int32, device=logits.device)
-    _search[(num_rows,)](
+    search_kernel[(num_rows,)](
         logits, words, largest, maxima, listed, *found, vocab_size, num_rows, num_pieces, num_groups,
         BLOCK=BLOCK, PIECES=power_of_2(num_pieces), GROUPS=power_of_2(num_groups), MOST=MOST_GROUPS, SOME=SOME_GROUPS,
         num_warps=NUM_WARPS,

@@ -96,6 +96,6 @@ def compiled(
             _folder=SimpleNamespace(name=folder),
             app=SimpleNamespace(display_warning=said.append),
         )
-        hook._fail = partial(WheelHook._fail, hook)
-        libraries = WheelHook._compile_kernels(hook)
+        hook.fail = partial(WheelHook.fail, hook)
+        libraries = WheelHook.compile_kernels(hook)
     return [name.split("-")[0] for name in libraries]

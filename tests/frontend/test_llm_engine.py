@@ -10,6 +10,7 @@ from frontend.async_llm import AsyncLLM
 from frontend.engine_args import AsyncEngineArgs, EngineArgs
 from frontend.llm import LLM
 from frontend.llm_engine import LLMEngine, read_metrics
+from frontend.session import EngineHandle
 from ipc.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from tests.fake_tokens import fake_tokens
@@ -104,11 +105,11 @@ def test_metrics_of_speculation_have_vllms_names(llm: LLM) -> None:
 
 
 def test_a_request_that_fails_is_gone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(state: object) -> None:
+    def fail(engine: EngineHandle, state: object) -> None:
         raise RequestFailedError("no memory")
 
     llm.llm_engine.add_request("a", [1], params(1))
-    monkeypatch.setattr(llm._engine, "advance", fail)
+    monkeypatch.setattr(EngineHandle, "advance", fail)
     with pytest.raises(RequestFailedError, match="no memory"):
         llm.llm_engine.step()
     assert not llm.llm_engine.has_unfinished_requests()

@@ -118,7 +118,7 @@ def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
 
 def test_switches_are_options_without_effect() -> None:
     """The others of them take a value, which is not the model's name."""
-    assert neutral_options._SWITCHES < neutral_options.WITHOUT_EFFECT
+    assert neutral_options.SWITCHES < neutral_options.WITHOUT_EFFECT
     assert not is_switch("ubatch_size")
     assert not is_switch("tensor_parallel_size")
     assert is_switch("enable_eplb")

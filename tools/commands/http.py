@@ -209,7 +209,7 @@ def _check_proxy(text: str) -> None:
         raise ConfigError(f"--forwarded-allow-ips takes addresses and networks, such as 10.0.0.0/8: {error}") from None
 
 
-def _otlp_endpoint(url: str | None) -> str | None:
+def otlp_endpoint(url: str | None) -> str | None:
     """Return the URL. Errors: ConfigError if it is not a URL, or if OpenTelemetry is not installed."""
     if url is not None and not url.startswith(("http://", "https://")):
         raise ConfigError(
@@ -279,7 +279,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
         "receipt_key": read_receipt_key(parsed.receipt_key),
         "access_log": parsed.access_log,
-        "otlp_traces_endpoint": _otlp_endpoint(parsed.otlp_traces_endpoint),
+        "otlp_traces_endpoint": otlp_endpoint(parsed.otlp_traces_endpoint),
         "log_format": getattr(parsed, "log_format", "text"),
         "tool_call_parser": parsed.tool_call_parser,
         "reasoning_parser": parsed.reasoning_parser,

@@ -17,10 +17,10 @@ from tools.flags.options import ArgumentParser, add_engine_options, engine_optio
 from tools.terminal.prompts import DEMO_IDS_PREFIX
 
 _NUM_PROMPTS = 64
-_NUM_TOKENS = 12
+NUM_TOKENS = 12
 _NUM_ROWS = 16
 _SHORTEST, _LONGEST = 8, 72  # tokens of a prompt, without the prefix that half of them share
-_MODEL_LEN = 160
+MODEL_LEN = 160
 _SMALL_BLOCK = 4  # tokens in a block: every request needs more of them while it generates
 _FIRST_ID = 100
 _SPAN = 1000
@@ -49,27 +49,27 @@ def main(arguments: Sequence[str]) -> int:
     options = engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
-    common = {"max_num_seqs": _NUM_ROWS, "max_model_len": _MODEL_LEN, **options}
+    common = {"max_num_seqs": _NUM_ROWS, "max_model_len": MODEL_LEN, **options}
     prompts = make_prompts(parsed.prompts)
     _say("alone: each prompt by itself, nothing cached")
     with LLM(skip_tokenizer_init=True, **{**common, "enable_prefix_caching": False}) as llm:
         print(f"{llm!r}")
-        alone = [answer for prompt in prompts for answer in _ask(llm, [prompt])]
+        alone = [answer for prompt in prompts for answer in ask_together(llm, [prompt])]
         level = llm.numerics
         _say("together: up to 16 at once, prompts in the same engine")
-        results = {"together": _ask(llm, prompts)}
+        results = {"together": ask_together(llm, prompts)}
     few = {**common, "num_blocks_override": few_blocks(prompts) + 1, "block_size": _SMALL_BLOCK}
-    few["max_model_len"] = min(few["max_model_len"], _MODEL_LEN)  # it has blocks for one request
+    few["max_model_len"] = min(few["max_model_len"], MODEL_LEN)  # it has blocks for one request
     few.pop("kv_cache_memory_bytes", None)
     _say("preempted: KV blocks for less than half of them")
     with LLM(skip_tokenizer_init=True, **{**few, "enable_prefix_caching": False}) as llm:
-        results["preempted"] = _ask(llm, prompts)
+        results["preempted"] = ask_together(llm, prompts)
         num_preemptions = llm.statistics().num_preemptions
     _say("cached: all of them again, with the prompts' keys and values from the prefix cache")
     with LLM(skip_tokenizer_init=True, **common) as llm:
-        _ask(llm, prompts)
+        ask_together(llm, prompts)
         before = llm.statistics().prefix_cache_hits
-        results["cached"] = _ask(llm, prompts)
+        results["cached"] = ask_together(llm, prompts)
         num_hits = llm.statistics().prefix_cache_hits - before
     notes = {"preempted": f", {num_preemptions} preemptions", "cached": f", {num_hits} tokens found"}
     for name, answers in results.items():
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def few_blocks(prompts: list[list[int]]) -> int:
     """Return the KV blocks for less than half of the requests that run at once, but for each of them alone."""
-    needed = sorted(-(-(len(prompt) + _NUM_TOKENS) // _SMALL_BLOCK) for prompt in prompts)[-_NUM_ROWS:]
-    return max(-(-_MODEL_LEN // _SMALL_BLOCK), sum(needed) // 2)
+    needed = sorted(-(-(len(prompt) + NUM_TOKENS) // _SMALL_BLOCK) for prompt in prompts)[-_NUM_ROWS:]
+    return max(-(-MODEL_LEN // _SMALL_BLOCK), sum(needed) // 2)
 
 
 def make_prompts(count: int) -> list[list[int]]:
@@ -100,10 +100,11 @@ def make_prompts(count: int) -> list[list[int]]:
     return prompts
 
 
-def _ask(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
+def ask_together(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
+    """Return the answers to prompts that are submitted at once, each with a seed of its own."""
     params = [
         SamplingParams(
-            max_tokens=_NUM_TOKENS,
+            max_tokens=NUM_TOKENS,
             ignore_eos=True,
             logprobs=0,
             detokenize=False,

@@ -28,7 +28,7 @@ _EACH_TURN = 128  # replies: a write takes some 10 microseconds
 _TURN_S = 0.008
 #: Of news in a turn. A choice is 8; each of its tokens is 1, and each of their log probabilities, which make more work,
 #: is 4.
-_NEWS_EACH_TURN, _LOOK_EVERY = 65_536, 512
+NEWS_EACH_TURN, _LOOK_EVERY = 65_536, 512
 _DISCARDS_EACH_TURN = 128
 _BYTES_OF_WORK = 64  # of an answer, for each unit of its size
 _log = logging.getLogger("engine_core.http")
@@ -149,7 +149,7 @@ class Pump:
             news = self.client.take_news()
             self.num_events += len(news.numbers)
             self._news, self._has_more = _rows(news), news.has_more
-        parts, left, until = self._parts, _NEWS_EACH_TURN, time.perf_counter() + _TURN_S
+        parts, left, until = self._parts, NEWS_EACH_TURN, time.perf_counter() + _TURN_S
         look_at = left - _LOOK_EVERY
         for number, choice, ids, finish in self._news:
             part = parts.get(number)

@@ -62,7 +62,7 @@ class Harness:
 
     def close(self) -> None:
         self.io.finish(EngineStopping(), PATIENCE_S)
-        assert not self.io._thread.is_alive()
+        assert "io" not in {thread.name for thread in threading.enumerate()}
         remove_private_address(self.address)
 
 

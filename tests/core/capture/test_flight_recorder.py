@@ -75,7 +75,9 @@ def no_thread_is_left() -> Iterator[None]:
     yield
     for recorder in _RECORDERS:
         recorder.close()
-        recorder._thread.join()
+    for thread in threading.enumerate():
+        if thread.name == "flight recorder":
+            thread.join()
     _RECORDERS.clear()
 
 

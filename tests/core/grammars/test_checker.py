@@ -57,6 +57,13 @@ def pid_of(checked: CheckedGrammars) -> int:
     return checked.process.process.pid
 
 
+def join_loading() -> None:
+    """Wait until no thread builds a vocabulary."""
+    for thread in threading.enumerate():
+        if thread.name == "vocabulary":
+            thread.join()
+
+
 def test_what_passes_is_compiled_here_and_what_does_not_is_refused_with_its_reason(make: Make) -> None:
     grammars = make_grammars()
     checked = make(grammars)
@@ -202,8 +209,7 @@ def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
     checked = make(grammars)
     for _ in range(3):
         checked.load_ahead()
-        assert checked._ahead is not None
-        checked._ahead.join()
+        join_loading()
         assert (num_reads, len(made)) == (1, 1)
     assert checked.process is None
     checked.prepare(request(structured(regex="a+")))
@@ -213,9 +219,15 @@ def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
 
 
 def test_an_idle_engine_without_a_vocabulary_says_nothing(make: Make) -> None:
-    checked = make(Grammars(dict, VOCAB_SIZE, (EOS,)))
+    reads: list[bool] = []
+
+    def read() -> dict[str, bytes]:
+        reads.append(True)
+        return {}
+
+    checked = make(Grammars(read, VOCAB_SIZE, (EOS,)))
     checked.load_ahead()
-    assert checked._ahead is not None
-    checked._ahead.join()  # warnings are errors: an exception in the thread would fail this test
+    join_loading()  # warnings are errors: an exception in the thread would fail this test
+    assert reads
     with pytest.raises(UnsupportedParameterError, match="the model has no tokenizer"):
         checked.prepare(request(structured(regex="a")))

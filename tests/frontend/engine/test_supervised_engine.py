@@ -17,7 +17,7 @@ import pytest
 from core.executors.fake_options import with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from frontend.engine.restart_policy import RestartRules
+from frontend.engine.restart_policy import RestartPolicy, RestartRules
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
 from frontend.llm import LLM
@@ -41,7 +41,7 @@ from tests.frontend.engine.supervised import (
     supervised,
     wait_for_end,
 )
-from tests.placed import placed
+from tests.placed import PREFIX, placed
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -90,8 +90,9 @@ def when_running(llm: LLM, epoch: int, do: Callable[[], None], wait_s: float = 0
 @pytest.mark.parametrize(
     "num_kills", [2, pytest.param(60, marks=(pytest.mark.soak, pytest.mark.timeout(900)))], ids=lambda count: f"{count}"
 )
-def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int) -> None:
+def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each option that has a state: the outputs equal those of a run without a death."""
+    monkeypatch.setattr(f"{PREFIX}frontend.engine.supervisor.RestartPolicy", lambda _: RestartPolicy(EAGER))
     options = {
         "executor": "fake",
         "executor_options": fake_options(vocab_size=VOCAB_SIZE, max_model_len=60_000),
@@ -100,9 +101,7 @@ def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int) -> None
     }
     params = all_params(length=100 * num_kills)
     with LLM(**options, max_logprobs=VOCAB_SIZE) as llm:
-        assert llm._engine._supervised is not None
         golden = [seen(output) for output in llm.generate(prompts(), params, use_tqdm=False)]
-        llm._engine._supervised.supervisor._policy._rules = EAGER
         results: list[RequestOutput] = []
         running = threading.Thread(target=lambda: results.extend(llm.generate(prompts(), params, use_tqdm=False)))
         running.start()
@@ -175,7 +174,7 @@ def test_while_no_engine_is_there_the_client_takes_as_many_as_the_engine_would()
     with supervised(config, RestartRules(most=1, delays_s=(1.0,))) as engine:
         client = EngineClient(ZmqTransport(engine.address, locate=engine.locate))
         kill(engine.process)
-        while client._is_connected:
+        while client.is_connected:
             time.sleep(0.001)
         numbers = [client.submit([1], SamplingParams(max_tokens=3, ignore_eos=True), seed=0) for _ in range(5)]
         with pytest.raises(RequestFailedError, match="as many requests wait for it as it accepts"):
@@ -374,7 +373,7 @@ def test_upgrades_lose_nothing(num_upgrades: int, tmp_path: Path) -> None:
         numbers = []
         for epoch in range(num_upgrades):
             numbers += submit(client, 32)[: 32 if epoch == 0 else 0]
-            while owner.welcome.epoch < epoch or not owner._is_connected:
+            while owner.welcome.epoch < epoch or not owner.is_connected:
                 time.sleep(0.005)
             owner.upgrade()
         check(client, numbers)

@@ -108,4 +108,4 @@ def test_the_page_has_every_route_and_no_other() -> None:
 def test_the_page_has_every_status() -> None:
     rows = table_of("Errors").splitlines()
     found = [int(one) for row in rows for one in re.findall(r"\d{3}", row.split("|")[1])]
-    assert sorted(found) == sorted({*errors._TYPES} - {499})
+    assert sorted(found) == sorted({*errors.ERROR_TYPES} - {499})

@@ -227,7 +227,7 @@ def test_rendered_prompt_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_template_is_compiled_once(smollm2_template: str) -> None:
-    chat_template._compile.cache_clear()
+    chat_template.compile_template.cache_clear()
     for _ in range(3):
         render_chat(smollm2_template, CHATS[0])
-    assert chat_template._compile.cache_info().misses == 1
+    assert chat_template.compile_template.cache_info().misses == 1

@@ -100,7 +100,7 @@ def test_a_turn_takes_a_bounded_part_of_the_news(count: int, tokens: int, weight
     cost = 8 + tokens * weight
     for one in {turn for turn, _, _ in taken}:
         rows = sum(turn == one for turn, _, _ in taken)
-        assert (rows - 1) * cost < pump_module._NEWS_EACH_TURN
+        assert (rows - 1) * cost < pump_module.NEWS_EACH_TURN
 
 
 class Clock:

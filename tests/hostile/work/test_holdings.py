@@ -28,8 +28,8 @@ def bytes_of(num_prompt: int = 10, *, is_streamed: bool = False, **fields: int) 
 
 def test_what_an_answer_takes() -> None:
     plain = bytes_of()
-    assert bytes_of(n=8) - bytes_of(n=4) == 4 * holdings._CHOICE
-    assert bytes_of(110) == plain + 100 * holdings._TOKEN
+    assert bytes_of(n=8) - bytes_of(n=4) == 4 * holdings.CHOICE_BYTES
+    assert bytes_of(110) == plain + 100 * holdings.TOKEN_BYTES
     assert plain < bytes_of(logprobs=5, is_streamed=True) < bytes_of(logprobs=5)
     assert bytes_of(logprobs=5) < bytes_of(logprobs=5, n=2) < bytes_of(logprobs=5, n=2, prompt_logprobs=5)
     assert bytes_of(logprobs=-1) > 100 * bytes_of(logprobs=0) // 10

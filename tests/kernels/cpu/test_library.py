@@ -33,7 +33,7 @@ def cache(tmp_path, monkeypatch):
     (sources / "pool.c").write_text("void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n")
     monkeypatch.setattr(kernels.cpu.build, "SOURCE_FOLDER", sources)
     monkeypatch.setattr(
-        kernels.cpu.build, "_FLAGS", tuple(f for f in kernels.cpu.build._FLAGS if f != "-fvisibility=hidden")
+        kernels.cpu.build, "FLAGS", tuple(f for f in kernels.cpu.build.FLAGS if f != "-fvisibility=hidden")
     )
     monkeypatch.setattr(kernels.cpu.library_file, "PREBUILT_FOLDER", sources / "prebuilt")
     monkeypatch.setattr(kernels.cpu.library, "check_structs", lambda library: None)  # these sources have none
@@ -146,22 +146,24 @@ def test_a_compiler_that_fails_is_quoted(cache):
 
 @pytest.mark.parametrize("hanging", ["compiling", "linking"])
 def test_a_compiler_that_hangs_is_given_up_and_killed(cache, monkeypatch, tmp_path, hanging):
-    """The compiler's children are killed too: here a shell, whose sleep holds the shell's standard output open."""
+    """The compiler's children are killed too: here a shell, whose sleep holds the shell's standard output open. What
+    comes before it hangs takes no time, so that it is reached within the limit on a busy machine too."""
     compiler, pids = tmp_path / "hanging-cc", tmp_path / "pids"
     option = {"compiling": "-c", "linking": "-shared"}[hanging]
     compiler.write_text(
-        f'#!/bin/sh\ncase " $* " in *" {option} "*) sleep 600 & echo $! >> {pids}; wait ;; esac\nexec cc "$@"\n'
+        "#!/bin/sh\nfor output; do :; done\n"
+        f'case " $* " in *" {option} "*) sleep 600 & echo $! >> {pids}; wait ;; *" -o "*) touch "$output" ;; esac\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(kernels.cpu.library_file, "BUILD_S", 1.0)
+    monkeypatch.setattr(kernels.cpu.library_file, "BUILD_S", 2.0)
     began = time.monotonic()
-    with pytest.raises(CpuLibraryError, match=r"hanging-cc did not finish within [01] s"):
+    with pytest.raises(CpuLibraryError, match=r"hanging-cc did not finish within [012] s"):
         load_cpu_library()
-    assert time.monotonic() - began < 10.0
+    assert time.monotonic() - began < 30.0
     (sleeper,) = pids.read_text().split()
     while is_running(int(sleeper)):  # killed, but nobody waits for it to be gone
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 30.0
         time.sleep(0.01)
     assert [path.name for path in cache.iterdir()] == ["lock"]
 
@@ -236,8 +238,8 @@ def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("refused", ["", "c-header"])
 def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(refused, cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.cpu.build, "_MANY_FILES", 3)
-    for number in range(kernels.cpu.build._MANY_FILES):
+    monkeypatch.setattr(kernels.cpu.build, "MANY_FILES", 3)
+    for number in range(kernels.cpu.build.MANY_FILES):
         (kernels.cpu.build.SOURCE_FOLDER / f"more_{number}.c").write_text(f"int more_{number}(void) {{ return 0; }}\n")
     runs, compiler = tmp_path / "runs", tmp_path / "noting-cc"
     refusal = f"*{refused}*) exit 1 ;;" if refused else ""
@@ -247,7 +249,7 @@ def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(refused
     assert load_cpu_library("portable").variant == "portable"
     lines = runs.read_text().splitlines()
     assert sum("c-header" in line for line in lines) == 1
-    assert sum("-include common.h" in line for line in lines) == kernels.cpu.build._MANY_FILES + 1
+    assert sum("-include common.h" in line for line in lines) == kernels.cpu.build.MANY_FILES + 1
 
 
 def test_who_starts_together_builds_once(cache, monkeypatch, tmp_path):

@@ -51,7 +51,7 @@ def test_each_layer_is_taken_once_up_to_the_bound(taken: list[tuple[int, int, in
         assert all(end - begin <= 2 << 20 for begin, end in ranges)
         assert [begin for begin, _ in ranges] == [0, *(end for _, end in ranges[:-1])]
         reach = ranges[-1][1] // block_bytes
-        assert reach == 2000 + blocks_ahead._AHEAD_TOKENS // BLOCK_SIZE
+        assert reach == 2000 + blocks_ahead.AHEAD_TOKENS // BLOCK_SIZE
 
 
 def test_never_more_than_there_is(taken: list[tuple[int, int, int]]) -> None:

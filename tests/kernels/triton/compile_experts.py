@@ -14,15 +14,15 @@ from kernels.triton.expert_products import (
     MANY_IN_LITTLE,
     SOME,
     TileShape,
-    _down,
-    _gate_up,
+    down_kernel,
+    gate_up_kernel,
 )
 
 HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
 PAIRS = {"order": INT, "bounds": INT}
 
 _CHOICE: tuple[Any, dict[str, str]] = (
-    choose_experts._choose,
+    choose_experts.choose_kernel,
     {
         "logits": FLOAT,
         "correction": FLOAT,
@@ -50,13 +50,13 @@ ROUTING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...] 
         {"num_warps": 1},
     ),
     (
-        expert_tiles._sort,
+        expert_tiles.sort_kernel,
         {"experts": INT, **PAIRS, "num_pairs": "i32", "is_few": "i32"},
-        {"TILE_ROWS": 16, "BLOCK": expert_tiles._BLOCK},
-        {"num_warps": expert_tiles._NUM_WARPS},
+        {"TILE_ROWS": 16, "BLOCK": expert_tiles.SORT_BLOCK},
+        {"num_warps": expert_tiles.NUM_WARPS},
     ),
     (
-        expert_sum._sum,
+        expert_sum.sum_kernel,
         {"results": HALF, "weights": FLOAT, "shared": HALF, "logits": FLOAT, "out": HALF},
         {"WIDTH": 2000, "NUM_CHOSEN": 8, "COLUMNS": 129, "HAS_SHARED": True, "HAS_GATE": True, "BLOCK": 512},
         {},
@@ -79,8 +79,8 @@ class Experts(NamedTuple):
         blocks = {name: value for name, value in options.items() if name.isupper()}
         rest = {name: value for name, value in options.items() if not name.isupper()}
         function = {"FUNCTION": "clamped_silu", "NUM_CHOSEN": 8}
-        yield _gate_up, types, sizes | function | blocks, rest
-        yield _down, types, sizes | blocks, rest
+        yield gate_up_kernel, types, sizes | function | blocks, rest
+        yield down_kernel, types, sizes | blocks, rest
 
 
 def each_experts(shared_memory: int, *, every: bool) -> Iterator[Experts]:

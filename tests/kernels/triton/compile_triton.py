@@ -60,7 +60,7 @@ SOME = ((torch.bfloat16, 256), (torch.float32, 80))
 #: Kernel, types of its arguments, constants.
 KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     (
-        decode_attention._merge,
+        decode_attention.merge_kernel,
         {
             "out": HALF,
             "partial_sums": FLOAT,
@@ -72,7 +72,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLIT": 256},
     ),
     (
-        norm._norm,
+        norm.norm_kernel,
         {
             "hidden": FLOAT,
             "x": HALF,
@@ -88,21 +88,25 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             **dict.fromkeys(("ADDS", "PRECEDES", "SCALES", "HAS_WEIGHT", "HAS_BIAS", "CENTRED"), True),
         },
     ),
-    (activation._activate, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
-    (output_gate._open_gates, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
+    (activation.activate_kernel, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
+    (output_gate.open_gates_kernel, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
     (
-        gated_activation._gated,
+        gated_activation.gated_kernel,
         {"gate_up": HALF, "out": HALF},
         {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"},
     ),
-    (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
     (
-        kv_cache._copy,
+        embedding.gather_kernel,
+        {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"},
+        {"WIDTH": 576, "BLOCK": 1024},
+    ),
+    (
+        kv_cache.copy_kernel,
         {"source": HALF, "target": HALF, "source_ids": INT, "target_ids": INT},
         {"WIDTH": 6144, "BLOCK": 2048},
     ),
     (
-        prepare_inputs._prepare,
+        prepare_inputs.prepare_kernel,
         {
             "rows": INT,
             "positions": INT,
@@ -129,21 +133,21 @@ SIZES = {"vocab_size": "i32", "num_pieces": "i32"}
 ROWS = {"words": INT, "largest": FLOAT, **SIZES, "num_rows": "i32"}
 WINNERS = {"sums": DOUBLE, "winners": INT}
 CUTS = {"lows": LONG, "cuts": LONG, "last_cuts": INT}
-BLOCK, PIECES = {"BLOCK": sampling._MAX_BLOCK}, {"PIECES": 32}
-WARPS = {"num_warps": sampling._NUM_WARPS}
+BLOCK, PIECES = {"BLOCK": sampling.MAX_BLOCK}, {"PIECES": 32}
+WARPS = {"num_warps": sampling.NUM_WARPS}
 
 #: The sampler's: kernel, types, constants, options.
 SAMPLING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...] = (
     (
-        sampling._scan,
+        sampling.scan_kernel,
         {"logits": FLOAT, "largest": FLOAT, "firsts": INT, "maxima": FLOAT, **SIZES, "num_groups": "i32"},
         BLOCK,
         WARPS,
     ),
-    (sampling._draw, {**ROWS, "logits": FLOAT, **CUTS, **WINNERS}, BLOCK | PIECES, WARPS),
-    (sampling._choose, {**ROWS, "firsts": INT, **WINNERS, "tokens": INT}, PIECES, {}),
+    (sampling.draw_kernel, {**ROWS, "logits": FLOAT, **CUTS, **WINNERS}, BLOCK | PIECES, WARPS),
+    (sampling.choose_kernel, {**ROWS, "firsts": INT, **WINNERS, "tokens": INT}, PIECES, {}),
     (
-        threshold_search._search,
+        threshold_search.search_kernel,
         {**ROWS, "logits": FLOAT, "maxima": FLOAT, "listed": INT, **CUTS, "num_groups": "i32"},
         {
             "BLOCK": threshold_search.BLOCK,
@@ -180,7 +184,7 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
             types = {"codes": "*u8", **scales}
             for rows in (16,) if dtype == FLOAT else (16, 32, 64, 128) if every else ((16, 128)[turn % 2],):
                 yield (
-                    packed_product._multiply_packed,
+                    packed_product.multiply_packed_kernel,
                     {
                         **dict.fromkeys(("x", "bias", "out"), dtype),
                         **types,
@@ -199,14 +203,14 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                 )
             sizes = dict.fromkeys(("num_rows", *groups), "i32")
             yield (
-                packed_linear._unpack,
+                packed_linear.unpack_kernel,
                 {**types, **sizes, "out": dtype},
                 {**constants, "BLOCK_K": 128, "EVEN": True},
                 {},
             )
     sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
     types = {**dict.fromkeys(("x", "bias", "out"), HALF), "partial_sums": FLOAT, **sizes}
-    yield packed_product._merge_parts, types, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True}, {}
+    yield packed_product.merge_parts_kernel, types, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True}, {}
 
 
 class Attention(NamedTuple):
@@ -237,10 +241,10 @@ class Attention(NamedTuple):
         parts = {**PARTIALS, "tokens": INT, "shared": INT, "num_splits": "i32"}
         for shares in (False, True):
             rows = {"BLOCK_M": decode_rows(group), "SPLIT": SPLIT, "DIRECT": self.direct, "SHARES": shares}
-            yield decode_attention._decode, common | parts, constants | rows, {}
+            yield decode_attention.decode_kernel, common | parts, constants | rows, {}
         tiles = {"tile_tokens": INT, "tile_counts": INT}
         rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group)}
-        yield prefill_attention._prefill, common | tiles, constants | rows, prefill_options(self.dtype)
+        yield prefill_attention.prefill_kernel, common | tiles, constants | rows, prefill_options(self.dtype)
 
 
 def each_size() -> Iterator[Attention]:
@@ -268,7 +272,7 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         blocks = {"BLOCK_HEADS": heads + kv_heads, "BLOCK_KV": kv_heads, "BLOCK_HALF": head_dim // 2}
         sizes |= {name: power_of_2(size) for name, size in blocks.items()}
         for kind in kinds:
-            yield rope._rope, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
+            yield rope.rope_kernel, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
 
 
 def build(
@@ -304,7 +308,7 @@ def main() -> None:
         *ROUTING,
     ):
         shared, spilled = build(kernel, types, constants, **options)
-        most = MOST_SPILLED if kernel is threshold_search._search else 0
+        most = MOST_SPILLED if kernel is threshold_search.search_kernel else 0
         assert shared <= SHARED[90], (kernel.__name__, shared)
         assert spilled <= most, (kernel.__name__, spilled)
         print(kernel.__name__, flush=True)

@@ -114,8 +114,8 @@ def test_a_depth_in_parts(type_name: str) -> None:
     """Few columns are cut along their depth: here into parts of which the last is shorter."""
     part, bias = packed(type_name, 70, 4736), random(70)
     width = part.codes.shape[1]
-    tile_bytes = packed_product._tile_bytes(part, 16)
-    split_tiles, parts = packed_product._split(70, width, 16, tile_bytes)
+    tile_bytes = packed_product.bytes_of_tile(part, 16)
+    split_tiles, parts = packed_product.split_product(70, width, 16, tile_bytes)
     assert parts > 1
     assert width % (split_tiles * tile_bytes)
     x = random(3, 4736)
@@ -129,7 +129,7 @@ def test_a_depth_in_parts(type_name: str) -> None:
 @pytest.mark.parametrize(("tile_rows", "most"), [(16, 528), (32, 528), (64, 264), (128, 264)])
 def test_the_parts_of_a_depth_are_the_whole(num_columns: int, width: int, tile_rows: int, most: int) -> None:
     for tile_bytes in (64, 128):
-        split_tiles, parts = packed_product._split(num_columns, width, tile_rows, tile_bytes)
+        split_tiles, parts = packed_product.split_product(num_columns, width, tile_rows, tile_bytes)
         assert parts == math.ceil(width / (split_tiles * tile_bytes))
         assert parts == 1 or parts * math.ceil(num_columns / packed_product.TILE_COLUMNS) <= most
 

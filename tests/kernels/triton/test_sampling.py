@@ -119,7 +119,7 @@ def test_rows_of_several_pieces(rows: int, vocab_size: int) -> None:
 
 
 def test_in_blocks_smaller_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_MAX_BLOCK", 32)
+    monkeypatch.setattr(sampling, "MAX_BLOCK", 32)
     logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(1)).round()
     inputs = columns((Row(0.0), Row(), Row(top_k=9), Row(top_p=0.6), Row(3.0)))
     assert draw(logits, inputs) == sample(logits.numpy().copy(), inputs).tolist()

@@ -158,7 +158,7 @@ def test_prove_compares_and_preempts(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_prove_sees_one_other_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = prove._ask
+    ask = prove.ask_together
 
     def disturbed(llm: object, prompts: list[list[int]]) -> list[prove.Answer]:
         answers = ask(llm, prompts)  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_prove_sees_one_other_token(monkeypatch: pytest.MonkeyPatch, capsys: pyt
             answers[0] = first._replace(token_ids=(first.token_ids[0] ^ 1, *first.token_ids[1:]))
         return answers
 
-    monkeypatch.setattr(prove, "_ask", disturbed)
+    monkeypatch.setattr(prove, "ask_together", disturbed)
     assert cli(["prove", "--executor", "fake", "--prompts", "3"]) == 1
     shown = capsys.readouterr().out
     assert shown.count("2/3 identical bits") == 3
@@ -178,4 +178,4 @@ def test_prompts_are_the_same_at_each_call() -> None:
     prompts = prove.make_prompts(64)
     assert prompts == prove.make_prompts(64)
     assert len({tuple(prompt) for prompt in prompts}) == 64
-    assert max(map(len, prompts)) + prove._NUM_TOKENS <= prove._MODEL_LEN
+    assert max(map(len, prompts)) + prove.NUM_TOKENS <= prove.MODEL_LEN

@@ -33,7 +33,7 @@ def test_a_model_over_http_is_compared_with_the_client(monkeypatch: pytest.Monke
     monkeypatch.setattr(http_model, "_ROUNDS", 1)
     monkeypatch.setattr(http_model, "_WORKLOADS", ("lat1", "batch8"))
     asked: list[list[int]] = []
-    by_client, over_http = http_model._by_client, http_model._over_http
+    by_client, over_http = http_model.time_client, http_model.time_http
 
     def note_client(llm: Any, workload: Any) -> float:
         asked.extend(one.prompt for one in workload.requests)
@@ -43,8 +43,8 @@ def test_a_model_over_http_is_compared_with_the_client(monkeypatch: pytest.Monke
         asked.extend(one.prompt for one in workload.requests)
         return await over_http(port, workload)
 
-    monkeypatch.setattr(http_model, "_by_client", note_client)
-    monkeypatch.setattr(http_model, "_over_http", note_http)
+    monkeypatch.setattr(http_model, "time_client", note_client)
+    monkeypatch.setattr(http_model, "time_http", note_http)
     config = EngineConfig(executor="fake", executor_options=fake_options(max_model_len=4096, vocab_size=49_152))
     records = list(http_model.measure_http_model(config, rep=0))
     assert [(one["workload"], one["requests"], one["out_tok"]) for one in records] == [

@@ -12,7 +12,7 @@ from tools.lab.bench.workloads import make_workload
 def test_speculation_is_measured_turn_about_and_changes_no_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(speculation, "_CASES", speculation._CASES[-1:])
+    monkeypatch.setattr(speculation, "CASES", speculation.CASES[-1:])
     options = ("--executor", "fake", "--max-model-len", "1024")
     assert main(["speculation", *options]) == 0
     (record,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

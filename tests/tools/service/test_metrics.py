@@ -202,7 +202,7 @@ def test_a_json_log_has_one_object_a_line_and_one_line_a_request(tmp_path: Path)
 def test_a_name_of_somebody_elses_is_refused_and_slow_peers_print_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.1)
+    monkeypatch.setattr(metrics_server.RequestHandler, "timeout", 0.1)
     server = MetricsServer("0", registry_of())
     port = int(server.url.rsplit(":", 1)[1].split("/")[0])
 

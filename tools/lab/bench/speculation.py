@@ -41,7 +41,7 @@ class _Case(NamedTuple):
     temperature: float
 
 
-_CASES = (
+CASES = (
     _Case("edit", 0.0),
     _Case("edit", 0.7),
     _Case("chat", 0.0),
@@ -69,7 +69,7 @@ def measure_speculation(options: dict[str, Any], *, rounds: int, names: list[str
 
     Errors: those of LLM; ConfigError for an unknown name.
     """
-    known = dict.fromkeys(case.name for case in _CASES)
+    known = dict.fromkeys(case.name for case in CASES)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"unknown workload {unknown[0]!r}; known are {', '.join(known)}")
     speculative = options.get("speculative_config") or {"method": "ngram"}
@@ -77,7 +77,7 @@ def measure_speculation(options: dict[str, Any], *, rounds: int, names: list[str
         LLM(**{**options, "speculative_config": None}) as without,
         LLM(**{**options, "speculative_config": speculative}) as with_drafts,
     ):
-        for case in _CASES:
+        for case in CASES:
             if not names or case.name in names:
                 yield {
                     "engine": NAME,

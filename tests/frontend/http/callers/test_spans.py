@@ -150,8 +150,8 @@ def test_a_collector_that_does_not_answer_delays_nothing(traced: Caller, collect
 
 def test_what_is_wrong_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="must be a URL such as http://127"):
-        options._otlp_endpoint("127.0.0.1:4318")
+        options.otlp_endpoint("127.0.0.1:4318")
     monkeypatch.setattr(options, "_has_open_telemetry", lambda: False)
     with pytest.raises(ConfigError, match=r"pip install opentelemetry-sdk .*with its extra \[otel\]"):
-        options._otlp_endpoint("http://127.0.0.1:4318/v1/traces")
-    assert options._otlp_endpoint(None) is None
+        options.otlp_endpoint("http://127.0.0.1:4318/v1/traces")
+    assert options.otlp_endpoint(None) is None

@@ -48,8 +48,8 @@ def _compare(llm: LLM, port: int, name: str) -> dict[str, Any]:
     client: list[float] = []
     over_http: list[float] = []
     for round_ in range(_ROUNDS + 1):
-        client.append(_by_client(llm, workload.shifted(2 * round_)))
-        over_http.append(uvloop.run(_over_http(port, workload.shifted(2 * round_ + 1))))
+        client.append(time_client(llm, workload.shifted(2 * round_)))
+        over_http.append(uvloop.run(time_http(port, workload.shifted(2 * round_ + 1))))
     client_s, http_s = statistics.median(client[1:]), statistics.median(over_http[1:])
     return {
         "requests": len(workload.requests),
@@ -61,7 +61,8 @@ def _compare(llm: LLM, port: int, name: str) -> dict[str, Any]:
     }
 
 
-def _by_client(llm: LLM, workload: Workload) -> float:
+def time_client(llm: LLM, workload: Workload) -> float:
+    """Return the seconds in which the Python client has all answers."""
     prompts: Any = [{"prompt_token_ids": request.prompt} for request in workload.requests]
     params = [
         SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True) for request in workload.requests
@@ -71,7 +72,8 @@ def _by_client(llm: LLM, workload: Workload) -> float:
     return time.perf_counter() - begin
 
 
-async def _over_http(port: int, workload: Workload) -> float:
+async def time_http(port: int, workload: Workload) -> float:
+    """Return the seconds in which all streams of the HTTP server have ended."""
     peers = [await connect(port) for _ in workload.requests]
     fixed = {"temperature": 0, "ignore_eos": True, "stream": True}
     bodies = [{**fixed, "prompt": one.prompt, "max_tokens": one.max_tokens} for one in workload.requests]
