@@ -184,7 +184,8 @@ class Exchange:
 
 
 def _pieces(part: bytes) -> Iterator[Message]:
-    """Yield the messages of a last part."""
+    """Yield the messages of a last part. Those of a long one share its memory."""
+    view = memoryview(part) if len(part) > PIECE_BYTES else part
     for at in range(0, len(part) or 1, PIECE_BYTES):
         end = at + PIECE_BYTES
-        yield {"type": "http.response.body", "body": part[at:end], "more_body": end < len(part)}
+        yield {"type": "http.response.body", "body": view[at:end], "more_body": end < len(part)}
