@@ -28,7 +28,11 @@ SECONDS = float(os.environ.get("HOSTILE_SOAK_S", "20"))
 BACK_S, MAX_LEFT_MIB = 30.0, 64
 NUM_HONEST, MAX_TOKENS = 12, 24
 WORDS = ("sky", "sea", "moon", "bread", "train", "clock", "tree", "river", "stone", "music", "winter", "letter")
-MODEL = ("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", "--served-model-name", "demo")
+#: As the docs advise where one caller may flood others: with a policy that is fair to tenants.
+MODEL = (
+    *("--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64", "--scheduling-policy", "fair"),
+    *("--served-model-name", "demo"),
+)
 
 
 class Question(NamedTuple):
@@ -52,7 +56,7 @@ def questions() -> list[Question]:
 class Honest:
     """An honest caller: it asks one question after another, again after a 503, and compares the answers.
 
-    gaps, firsts: seconds between two events of its streams, and until the first.
+    gaps, firsts: seconds between two events with text of its streams, and until the first.
     """
 
     def __init__(self, port: int, key: str, golden: list[str]) -> None:
@@ -106,12 +110,13 @@ class Honest:
         while event := answer.readline():
             if not event.startswith(b"data: "):
                 continue
-            now = time.monotonic()
-            (self.gaps if parts else self.firsts).append(now - last)
-            last = now
             if event == b"data: [DONE]\n":
                 return "".join(parts)
-            parts.append(_text(json.loads(event.removeprefix(b"data: "))))
+            if text := _text(json.loads(event.removeprefix(b"data: "))):
+                now = time.monotonic()
+                (self.gaps if parts else self.firsts).append(now - last)
+                last = now
+                parts.append(text)
         raise ValueError(f"a stream ended after {len(parts)} events")
 
 
