@@ -13,6 +13,9 @@ from ipc.wire.scheduling_messages import Explain
 #: steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an Abort
 #: (5 microseconds for a waiting request, 50 for a running one).
 WORK_PER_STEP = 128
+#: After a longer step more is accepted: as much as takes this share of it. Otherwise one caller's 2,048 prompts would
+#: keep those of others waiting for 32 steps, which are seconds each if prompts are computed.
+_UNIT_NS, _SHARE = 20_000, 32
 #: The most numbers in an Abort. Longer ones are split.
 MAX_ABORTED_AT_ONCE = 128
 _EXPLAIN_WORK = WORK_PER_STEP  # for 1000 requests
@@ -43,6 +46,7 @@ class Inbox:
         self._requests_settled = 0
         self._tokens_settled = 0
         self._ended = False
+        self._most_work = WORK_PER_STEP
         self._received_ns: list[int] = []
 
     @property
@@ -104,11 +108,11 @@ class Inbox:
         return self._ended
 
     def drain(self) -> list[tuple[int, EngineInput]]:
-        """Take queued (client, message) pairs in order, up to WORK_PER_STEP. For the consumer."""
+        """Take queued (client, message) pairs in order, up to the work that the last step allows. For the consumer."""
         items: list[tuple[int, EngineInput]] = []
         self._received_ns = []
         num_left, work = self._queue.qsize(), 0
-        while num_left and work < WORK_PER_STEP:
+        while num_left and work < self._most_work:
             num_left -= 1
             item = self._queue.get_nowait()
             if item is None:
@@ -125,8 +129,12 @@ class Inbox:
         """Return when each message of the last drain() was put, in monotonic ns. For the consumer."""
         return self._received_ns
 
-    def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
-        """Report how many of the choices taken so far, with how many tokens, have not started. For the consumer."""
+    def settle(self, num_waiting: int, num_waiting_tokens: int, step_ns: int = 0) -> None:
+        """Report how many of the choices taken so far, with how many tokens, have not started. For the consumer.
+
+        step_ns: how long the last step took.
+        """
+        self._most_work = max(WORK_PER_STEP, step_ns // (_UNIT_NS * _SHARE))
         self._requests_settled = self._requests_taken - num_waiting
         self._tokens_settled = self._tokens_taken - num_waiting_tokens
 

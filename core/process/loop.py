@@ -78,10 +78,11 @@ def _loop(
         waits = not engine.has_work and not prepare_ahead()
         messages = io.take(0 if not waits else _HELD_S if engine.has_unfinished else idle_s)
         if messages or engine.has_unfinished:
-            outputs = engine.step(messages, time.monotonic_ns())
+            begun_ns = time.monotonic_ns()
+            outputs = engine.step(messages, begun_ns)
             num_waiting, num_waiting_tokens = engine.count_waiting()
             # before io.put(), so that clients that see the outputs also see the counts
-            inbox.settle(num_waiting, num_waiting_tokens)
+            inbox.settle(num_waiting, num_waiting_tokens, time.monotonic_ns() - begun_ns)
             io.put(outputs)
         elif waits:
             rest()

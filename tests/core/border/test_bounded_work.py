@@ -243,6 +243,18 @@ def test_the_engine_takes_in_a_bounded_amount_of_work_in_order() -> None:
     assert inbox.num_queued_requests == 2 * WORK_PER_STEP
 
 
+def test_a_long_step_lets_more_in() -> None:
+    """What follows one caller's 4,096 choices does not wait for 32 steps if each takes seconds."""
+    inbox = Inbox()
+    for number in range(4096):
+        inbox.put(1, request(number, [1]))
+    counts = []
+    for step_ns in (0, 15_000_000, 82_000_000, 640_000_000, 10_000_000_000, 0):
+        counts.append(len(inbox.drain()))
+        inbox.settle(0, 0, step_ns)
+    assert counts == [128, 128, 128, 128, 1000, 4096 - 1512]
+
+
 def test_long_parameters_are_work() -> None:
     inbox, num_steps = Inbox(), 0
     long = SamplingParams(temperature=0.0, logit_bias=dict.fromkeys(range(1024), 1.0))
