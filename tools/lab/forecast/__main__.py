@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
 from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
@@ -45,7 +46,14 @@ def main(arguments: Sequence[str]) -> int:
     _check(parsed, options)
     slo = None if parsed.slo is None else FailsWhen(parsed.slo)
     trace = read_trace(parsed.file, parsed.rows)
-    engine = _measured(parsed) if parsed.step_model else _rehearsed(parsed, options, trace)
+    given = None if parsed.step_model is None else (parsed.step_model, parsed.observed)
+    run, traffic = given or _rehearsed(parsed, options, trace)
+    with bounded_memory(str(run)):
+        return _forecast(parsed, slo, trace, _engine(CaptureFile(run), traffic))
+
+
+def _forecast(parsed: argparse.Namespace, slo: FailsWhen | None, trace: Trace, engine: Engine) -> int:
+    """Simulate, write and print; return the exit status."""
     trace, num_too_long = fitting(trace, engine.config)
     if not trace.rows:
         raise ConfigError(f"every request of {parsed.file} is longer than max_model_len {engine.config.max_model_len}")
@@ -69,8 +77,8 @@ def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {most}; got {getattr(parsed, name)}")
 
 
-def _rehearsed(parsed: argparse.Namespace, options: dict[str, Any], trace: Trace) -> Engine:
-    """Return the engine with these options, measured here now or before."""
+def _rehearsed(parsed: argparse.Namespace, options: dict[str, Any], trace: Trace) -> tuple[Path, Path]:
+    """Return the files of a run of the engine with these options, held here now or before."""
     check_installed()
     config = config_from_options(**options)
     if config.executor != "fake":
@@ -83,15 +91,13 @@ def _rehearsed(parsed: argparse.Namespace, options: dict[str, Any], trace: Trace
             f"engine-core: measuring {count} requests of {seconds:.0f} s on this machine", file=sys.stderr, flush=True
         )
         hold(rehearsal, config, stretch)
-    return _engine(CaptureFile(rehearsal.capture), rehearsal.traffic)
-
-
-def _measured(parsed: argparse.Namespace) -> Engine:
-    return _engine(CaptureFile(parsed.step_model), parsed.observed)
+    return rehearsal.capture, rehearsal.traffic
 
 
 def _engine(file: CaptureFile, traffic: Path | None) -> Engine:
     """Return the engine of a capture; its blocks in files are left out of the simulations."""
+    if file.begins_inside:
+        raise ConfigError(f"{file.path} begins inside a run: a forecast needs a capture from the engine's start")
     config = msgspec.structs.replace(replay_config(file.header), **NO_STORE)
     recording = read_recording(file)
     if not recording.requests:
