@@ -24,6 +24,7 @@ from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.recording import read_recording
 from tools.lab.forecast import __main__ as command
 from tools.lab.forecast.forecast import Outcome, fitting, forecast, measure, observed, requests_of, windows
+from tools.lab.forecast.page import Report
 from tools.lab.forecast.rehearsal import busiest, rehearsal_of
 from tools.lab.traces.formats import read_trace
 from tools.lab.traces.row import Row, Trace
@@ -153,6 +154,9 @@ def test_the_command_writes_a_page_without_scripts(tmp_path: Path, capsys: pytes
     assert '{"found": 1, "most": 2}' in text
     assert "1 replicas hold ttft_p99 < 60000" in text
     assert "60 requests of shared.jsonl" in text
+    error = re.search(r"fitted within (\d+) % \(median\)\.", text)
+    assert error is not None
+    assert 1 < int(error[1]) < 20, "NOISE is up to 30 %"
     assert re.search(r"time to the first token, mean, ms │ +\d+\.\d │ +\d+\.\d │ +\d+\.\d to \d+\.\d", text)
     cached = re.search(r"prefix cache: ([\d,]+) of", text)
     assert cached is not None
@@ -188,6 +192,17 @@ def test_a_capture_is_a_day_with_the_times_that_it_recorded(tmp_path: Path) -> N
 def test_what_does_not_fit_together_is_refused(tmp_path: Path, arguments: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         command.main([str(tmp_path / "none"), *arguments])
+
+
+def test_a_disturbed_measured_run_is_named(tmp_path: Path) -> None:
+    capture, traffic = day(tmp_path, "poisson", 12)
+    file, trace = CaptureFile(capture), read_trace(traffic)
+    engine = measure(replay_config(file.header), file.header.model, read_recording(file), None, num_runs=1)
+    for error, is_named in ((0.2, False), (0.4, True)):
+        worse = engine._replace(time=engine.time._replace(median_error=error))
+        found = forecast(worse, requests_of(trace, engine.config, engine.info), 1)
+        facts = " ".join(Report(trace, observed(trace), found, 0, None, None).facts())
+        assert ("busy with other work" in facts) == is_named
 
 
 def test_a_capture_that_begins_inside_a_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

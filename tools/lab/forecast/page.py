@@ -13,6 +13,7 @@ from tools.commands.replay.html.page import HEAD
 from tools.lab.forecast.forecast import COVERED, WINDOW, Forecast, Outcome, windows
 from tools.lab.traces.row import Trace
 
+_DISTURBED = 25.0  # percent by which the median step of a measured run may miss its fit
 _MAX_WINDOWS = 400  # of a chart
 _NAMES = {
     "ttft_mean": "time to the first token, mean, ms",
@@ -70,6 +71,9 @@ class Report(NamedTuple):
             facts.append(
                 f"Of {of:,} windows as observed there, {inside:,} are within the bars of the first token here."
             )
+        error = 100 * engine.time.median_error
+        disturbed = ": the machine was busy with other work, measure again" if error > _DISTURBED else ""
+        facts.append(f"Steps of the measured run were fitted within {error:.0f} % (median){disturbed}.")
         if trace.num_estimated:
             facts.append(f"The lengths of {trace.num_estimated:,} requests are estimates: the server did not say them.")
         uncovered = 100 * float(np.mean([run.uncovered for run in runs]))
