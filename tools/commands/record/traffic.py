@@ -20,7 +20,7 @@ BLOCK_BYTES = 64
 _MODE = 0o600
 
 
-#: The values that a file may have, no matter who wrote it.
+#: The values that a file may have: it may come from a stranger.
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Hash: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 Milliseconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
