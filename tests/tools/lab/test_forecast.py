@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core.capture.file import CaptureFile
+from core.model_files.inspection import Needs
 from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
@@ -203,7 +204,10 @@ def test_a_disturbed_measured_run_is_named(tmp_path: Path) -> None:
     for error, is_named in ((0.2, False), (0.4, True)):
         worse = engine._replace(time=engine.time._replace(median_error=error))
         found = forecast(worse, requests_of(trace, engine.config, engine.info), 1)
-        facts = " ".join(Report(trace, observed(trace), found, 0, None, None).facts())
+        report = Report(trace, observed(trace), found, 0, None, None, Needs(5_000_000, 0, 1000, 0))
+        facts = " ".join(report.facts())
+        (used,) = re.findall(r"at most (\d+) of 399 KV blocks of 8 tokens held, \d+ %: [\d.]+ kB in bfloat16", facts)
+        assert 0 < int(used) == found.runs[0].max_used_blocks
         assert ("busy with other work" in facts) == is_named
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
+from core.model_files.inspection import Needs, inspect_model
 from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
 from ipc.options.block_stores import NO_STORE
@@ -48,18 +49,22 @@ def main(arguments: Sequence[str]) -> int:
     trace = read_trace(parsed.file, parsed.rows)
     given = None if parsed.step_model is None else (parsed.step_model, parsed.observed)
     run, traffic = given or _rehearsed(parsed, options, trace)
+    has_model = given is None and options.get("executor") != "fake"
+    needs = inspect_model(resolve_model(options.get("model"))).needs if has_model else None
     with bounded_memory(str(run)):
-        return _forecast(parsed, slo, trace, _engine(CaptureFile(run), traffic))
+        return _forecast(parsed, slo, trace, _engine(CaptureFile(run), traffic), needs)
 
 
-def _forecast(parsed: argparse.Namespace, slo: FailsWhen | None, trace: Trace, engine: Engine) -> int:
+def _forecast(
+    parsed: argparse.Namespace, slo: FailsWhen | None, trace: Trace, engine: Engine, needs: Needs | None
+) -> int:
     """Simulate, write and print; return the exit status."""
     trace, num_too_long = fitting(trace, engine.config)
     if not trace.rows:
         raise ConfigError(f"every request of {parsed.file} is longer than max_model_len {engine.config.max_model_len}")
     found = forecast(engine, requests_of(trace, engine.config, engine.info), parsed.runs)
     replicas = None if slo is None else _find(engine, trace, slo, parsed.replicas) or 0
-    report = Report(trace, observed(trace), found, num_too_long, parsed.slo, replicas)
+    report = Report(trace, observed(trace), found, num_too_long, parsed.slo, replicas, needs)
     _write(parsed.output or f"{parsed.file}.html", page(report))
     _print(report)
     return EXIT_MISSED if replicas == 0 else 0

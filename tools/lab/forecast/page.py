@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.model_files.inspection import Needs
 from ipc.tables.arrays import Doubles
+from tools.commands.list import bytes_in_words
 from tools.commands.replay.html.charts import bands, distribution
 from tools.commands.replay.html.page import HEAD
 from tools.lab.forecast.forecast import COVERED, WINDOW, Forecast, Outcome, windows
@@ -29,7 +31,11 @@ _NAMES = {
 
 
 class Report(NamedTuple):
-    """What a report is about. found: replicas that hold the SLO; None = not asked, 0 = there is no number."""
+    """What a report is about.
+
+    found: replicas that hold the SLO; None = not asked, 0 = there is no number. needs: of the model's memory; None =
+    it is not known.
+    """
 
     trace: Trace
     seen: Outcome
@@ -37,6 +43,7 @@ class Report(NamedTuple):
     num_too_long: int
     slo: str | None
     found: int | None
+    needs: Needs | None = None
 
     def lines(self) -> list[tuple[str, str, str, str]]:
         """Return (figure, observed there, forecast here, its bar) as text."""
@@ -52,14 +59,13 @@ class Report(NamedTuple):
         config = engine.config
         num_blocks = config.num_blocks_override - 1
         used = max(run.max_used_blocks for run in runs)
-        size = config.kv_cache_memory_bytes * used / max(1, num_blocks)
         count, cached = len(trace.rows), round(np.mean([run.num_cached_tokens for run in runs]))
         facts = [
             f"{count:,} requests of {trace.name}, {trace.num_skipped:,} that failed there left out, "
             f"{self.num_too_long:,} too long for this engine (max_model_len {config.max_model_len:,}).",
             f"{engine.info.name} ({engine.info.numerics}), fingerprint {engine.info.fingerprint}.",
-            f"Memory: at most {used:,} of {num_blocks:,} KV blocks held, {100 * used / max(1, num_blocks):.0f} %"
-            + (f", {size / 1e6:,.0f} MB." if size else "."),
+            f"Memory: at most {used:,} of {num_blocks:,} KV blocks of {config.block_size} tokens held, "
+            f"{100 * used / max(1, num_blocks):.0f} %{self._bytes(used)}.",
             f"Preemptions: {min(run.num_preemptions for run in runs):,} to "
             f"{max(run.num_preemptions for run in runs):,}. Prompt tokens from the prefix cache: {cached:,} of "
             f"{sum(row.num_input for row in trace.rows):,}.",
@@ -83,6 +89,14 @@ class Report(NamedTuple):
             number = f"{self.found} replicas hold" if self.found else "No allowed number of replicas holds"
             facts.append(f"{number} {self.slo} (without the way between client and engine).")
         return facts
+
+    def _bytes(self, num_blocks: int) -> str:
+        """Return what these blocks take in memory, as the end of a sentence."""
+        needs, config = self.needs, self.forecast.engine.config
+        if needs is None or needs.weights_as_stored is None:
+            return ""
+        size = num_blocks * config.block_size * needs.kv_cache_per_token
+        return f": {bytes_in_words(size)} in bfloat16, next to {bytes_in_words(needs.weights_as_stored)} of weights"
 
 
 def _text(value: float) -> str:
