@@ -14,7 +14,7 @@ from ipc.wire.metrics_messages import Histogram, Metrics
 from ipc.wire.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 
 #: Fields of Statistics that are not sums: the largest of all replicas, or the first one's.
-_LARGEST = ("max_scheduled_rows",)
+_LARGEST = ("max_scheduled_rows", "weights_version", "sleep_level")
 _FIRST = ("block_size",)
 _PAUSED_NEW, _PAUSED_ALL = 1, 2
 

@@ -127,6 +127,8 @@ GAUGES: dict[str, tuple[str, str]] = {
     "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that do not begin because of a pause."),
     "engine_core_host_blocks": ("num_kept_blocks", "Evicted KV blocks kept on the host."),
     "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, including cached ones."),
+    "engine_core_weights_version": ("weights_version", "Version of the weights in use; 0 = those of the start."),
+    "engine_core_sleep_level": ("sleep_level", "0 = awake; 1 = without the KV cache, 2 = without weights too."),
 }
 _HEAD = "num_head_"
 

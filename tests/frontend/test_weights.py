@@ -2,6 +2,8 @@
 computed with the earlier ones is used again, and every token says which weights it comes from.
 """
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
-from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
+from ipc.errors import CallFailedError, EngineDeadError, InvalidRequestError, ModelFileError
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
@@ -256,6 +258,14 @@ def test_the_weights_of_the_start_come_back_after_a_sleep_without_them(site: Sit
         after = llm.client.weights().mark
         assert (after.version, after.fingerprint, after.weights) == (1, before.fingerprint, before.weights)
         assert bits(answer(llm)) == bits(site.answers[0])
+
+
+def test_an_engine_that_died_does_not_continue_with_the_weights_of_its_start(site: Site) -> None:
+    with LLM(str(site.folders[0]), **OPTIONS) as llm:
+        llm.update_weights(site.folders[1])
+        os.kill(llm.client.welcome.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="it has weights of version 0, and the last one had 1"):
+            answer(llm)
 
 
 def test_an_executor_without_weights_refuses() -> None:
