@@ -156,6 +156,21 @@ class Batch:
         """
         return (2 * len(self.tables) - 1) * num_shared + len(self.tables) * num_own
 
+    def num_common_blocks(self) -> int:
+        """Return how many leading blocks all running rows have in common; 0 with windows, or if fewer than 2 run.
+
+        A row holds a block once, and equal blocks are in equal places. So their references are counted, not compared.
+        """
+        count = len(self.rows)
+        if count < 2 or self._sliding or self.others:
+            return 0
+        row = int(self.rows[0])
+        blocks = self.table.blocks.read(row, 0, int(self.table.num_blocks[row]))
+        if not len(blocks) or self.pool.ref_count[blocks[0]] != count:
+            return 0
+        is_common = self.pool.ref_count[blocks] == count
+        return len(blocks) if is_common.all() else int(is_common.argmin())
+
     def num_held(self, row: int) -> int:
         """Return how many blocks the row holds, including shared ones."""
         return len(self.pool.pages_of(self._blocks_of(row)))

@@ -33,8 +33,8 @@ from core.execution.plan import (
     ModelRunnerOutput,
     PooledColumns,
     SchedulerOutput,
+    decided_fields,
     encode_fields,
-    plan_fields,
 )
 from core.inputs import EngineInput, EngineReply
 from ipc.options.config import EngineConfig
@@ -202,7 +202,7 @@ class CapturedEngine:
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         digest = rows = counts = removed = b""
         if plan is not None:
-            fields = plan_fields(plan)
+            fields = decided_fields(plan)
             digest = digest_of(encode_fields(fields))
             removed, all_rows, all_counts = fields[_REMOVED], fields[_ROWS], fields[_COUNTS]
             rows = b"" if all_rows == self._last_rows else all_rows

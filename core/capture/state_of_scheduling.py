@@ -62,7 +62,7 @@ _Cut = Callback(((StateEnds, "cut"), (WholeFeatures, "cut")))
 
 FIELDS: dict[type, dict[Any, str]] = {
     Scheduler: {
-        int: "block_size max_num_seqs max_num_batched_tokens _token_budget _step",
+        int: "block_size max_num_seqs max_num_batched_tokens num_common_blocks _token_budget _step",
         bool: "takes_turns starts_alone has_executor",
         SchedulerStats: "stats",
         OutputCollector: "outputs",

@@ -99,6 +99,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: New blocks of each further kind of layer (core/models/layers/cache_pages.py), of running and starting rows. 0
     #: stands for tokens that the kind's window has passed. Empty: no row gets any.
     others: list[RowBlocks] = []
+    #: How many leading blocks all running rows have in common, the same blocks in the same places. It follows from the
+    #: blocks above. An executor may read these once for all rows. 0 for a model with a window in any layer.
+    num_common_prefix_blocks: int = 0
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -200,9 +203,18 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _COMMON = map(
     SchedulerOutput.__struct_fields__.index,
-    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features", "copied_states", "others"),
+    (
+        "num_draft_tokens",
+        "copied_blocks",
+        "added_pooling",
+        "adapters",
+        "features",
+        "copied_states",
+        "others",
+        "num_common_prefix_blocks",
+    ),
 )
 _ADDED, _PARAMS = SchedulerOutput.__struct_fields__.index("added"), NewRow.__struct_fields__.index("params")
 _DEFAULT_PARAMS = msgspec.structs.astuple(SamplingParams())
@@ -222,12 +234,19 @@ def plan_fields(plan: SchedulerOutput) -> list[Any]:
     return [one.tobytes() if type(one) is np.ndarray and one.dtype is _INT32 else one for one in columns]
 
 
+def decided_fields(plan: SchedulerOutput) -> list[Any]:
+    """Return plan_fields() without what follows from the others: captures of engines that did not say it replay."""
+    fields = plan_fields(plan)
+    fields[_COMMON] = 0
+    return fields
+
+
 def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack. Equal plans give equal bytes.
 
     Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
     drafts, copies, pooling, adapters, features and whether they are whole, states, blocks of further kinds of layers,
-    and newer sampling parameters.
+    common blocks, and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]
@@ -235,7 +254,7 @@ def encode_fields(fields: list[Any]) -> bytes:
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
-    for first in (_OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+    for first in (_COMMON, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
         if fields[first]:
             break
         fields = fields[:first]

@@ -233,6 +233,7 @@ def _native(
     if model.encoder is None:
         caches = _cache_type(config, library)
         options: dict[str, Any] = {"library": library, "form": form, "rank": rank, "cache_type": caches}
+        options["shares_blocks"] = not config.disable_cascade_attn
         if stage is None:
             llama = Llama(model, weights, dtype, config.numerics, **options)
         else:

@@ -114,7 +114,8 @@ class DraftHead:
         self.config, self.dtype, self.sampler = config, dtype, target.sampler
         self.vocab_size, self.max_model_len = own.vocab_size, own.max_position_embeddings
         self._token_ids = weights.token_ids
-        self._operations = operations = CpuOperations(own, dtype, target.library)
+        shares = not isinstance(target.operations, CpuOperations) or target.operations.shares_blocks
+        self._operations = operations = CpuOperations(own, dtype, target.library, shares_blocks=shares)
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
         assert isinstance(self._layer.mixer.mix, CpuAttend), type(self._layer.mixer.mix)

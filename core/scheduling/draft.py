@@ -143,7 +143,9 @@ class Draft:
         )
 
 
-def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
+def finish_plan(
+    draft: Draft, rows: Rows, counts: Ints, carried: Carried, num_common_blocks: int = 0
+) -> SchedulerOutput:
     """Return the finished plan: counts [R] known tokens for rows [R], with the changes since the last plan."""
 
     def column(values: AnyInts | list[int]) -> Int32s:
@@ -180,4 +182,5 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         copied_states=states,
         copied_states_to=states_to,
         others=[RowBlocks(column(rows), column(ids)) for rows, ids in others] if others else [],
+        num_common_prefix_blocks=num_common_blocks,
     )

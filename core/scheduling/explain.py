@@ -92,6 +92,7 @@ class _Explainer:
             block_size=scheduler.block_size,
             requests=[self._of(request) for request in requests],
             num_left_out=num_left_out,
+            num_common_prefix_blocks=scheduler.num_common_blocks,
         )
 
     def _some(self, limit: int) -> tuple[list[Request], int]:

@@ -92,6 +92,7 @@ class Scheduler:
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: whether it can take plans
         self.decision: Decision | None = None  # the last step's
+        self.num_common_blocks = 0  # of the last plan that ran
 
     def keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
         """Let requests of a model with recurrent layers start from kept states instead of other requests' rows.
@@ -456,8 +457,10 @@ class Scheduler:
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
         carried = self.batch.take_carried()
+        if draft.starts or carried.removed_rows:  # otherwise the same rows have the same first blocks
+            self.num_common_blocks = self.batch.num_common_blocks()
         self.preemption.swap_space.end_plan()
-        plan = finish_plan(draft, rows, counts, carried)
+        plan = finish_plan(draft, rows, counts, carried, self.num_common_blocks)
         self.stats.count_step(plan, self.pool)
         return plan
 

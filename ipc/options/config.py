@@ -104,6 +104,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal prefixes")] = True
+    disable_cascade_attn: Annotated[
+        bool,
+        Option("KV cache", "read KV blocks that requests have in common for each of them; no token changes"),
+    ] = False
     scheduler_cls: Annotated[
         str,
         Option(

@@ -171,3 +171,4 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     block_size: int
     requests: list[RequestExplanation]
     num_left_out: int  # requests beyond the limit
+    num_common_prefix_blocks: int = 0  # leading blocks that all running requests have in common

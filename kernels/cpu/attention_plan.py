@@ -40,11 +40,14 @@ class AttentionPlan:
     Its arrays keep their addresses from step to step. So a step touches little memory: the weights push everything else
     out of the CPU's caches.
 
-    If it is not causal, a row sees as many tokens after it as before it, within its context. In a causal plan, the
+    shares_blocks: whether blocks that several requests have in common are read once for all of them. If it is not
+    causal, a row sees as many tokens after it as before it, within its context. In a causal plan, the
     tokens of a whole all see each other.
     """
 
-    def __init__(self, num_kv_heads: int, group: int, window: int | None, *, is_causal: bool = True) -> None:
+    def __init__(
+        self, num_kv_heads: int, group: int, window: int | None, *, is_causal: bool = True, shares_blocks: bool = True
+    ) -> None:
         self._generation = 0  # of the columns below; 0 = none
         self.window = window  # tokens that a row sees, including itself; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
@@ -57,7 +60,7 @@ class AttentionPlan:
             window=window or 0,
             ahead=0 if is_causal else window - 1 if window else _ALL,
             max_split_rows=MAX_SPLIT_ROWS,
-            max_members=max(1, MAX_SHARED_ROWS // group) if is_causal else 1,
+            max_members=max(1, MAX_SHARED_ROWS // group) if is_causal and shares_blocks else 1,
         )
         self.reserve(64)
 
@@ -138,10 +141,19 @@ class AttentionPlan:
 class AttentionPlanner:
     """Makes the attention plans of a model with num_heads query heads and num_kv_heads KV heads.
 
-    is_causal: see AttentionPlan."""
+    is_causal, shares_blocks: see AttentionPlan."""
 
-    def __init__(self, library: CpuLibrary, num_heads: int, num_kv_heads: int, *, is_causal: bool = True) -> None:
-        self._num_kv_heads, self._group, self._is_causal = num_kv_heads, num_heads // num_kv_heads, is_causal
+    def __init__(
+        self,
+        library: CpuLibrary,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        is_causal: bool = True,
+        shares_blocks: bool = True,
+    ) -> None:
+        self._num_kv_heads, self._group = num_kv_heads, num_heads // num_kv_heads
+        self._is_causal, self._shares_blocks = is_causal, shares_blocks
         self._run = library.function("attention_plan", ctypes.POINTER(PlanArguments))
         self._plans: dict[int | None, AttentionPlan] = {}  # by window
 
@@ -163,7 +175,9 @@ class AttentionPlanner:
         """
         plan = self._plans.get(window)
         if plan is None:
-            plan = AttentionPlan(self._num_kv_heads, self._group, window, is_causal=self._is_causal)
+            plan = AttentionPlan(
+                self._num_kv_heads, self._group, window, is_causal=self._is_causal, shares_blocks=self._shares_blocks
+            )
             self._plans[window] = plan
         plan.take(num_tokens, context_lens, block_tables, generation, wholes)
         arguments = plan.arguments

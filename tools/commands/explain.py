@@ -212,7 +212,9 @@ def _state(one: RequestExplanation) -> str:
 
 
 def _blocks(e: Explanation) -> str:
+    common = f"; all running requests begin with the same {e.num_common_prefix_blocks}"
     return (
         f"KV blocks: {e.num_free_blocks} of {e.num_usable_blocks} free; of these {e.num_promised_blocks} promised to "
         f"running requests and {e.num_watermark_blocks} kept by the watermark; {e.num_fenced_blocks} more in flight"
+        + (common if e.num_common_prefix_blocks else "")
     )

@@ -87,7 +87,10 @@ class CpuAttend:
 
 
 class CpuOperations:
-    """Operations with the C kernels, at numerics level L2. The methods are documented at Operations."""
+    """Operations with the C kernels, at numerics level L2. The methods are documented at Operations.
+
+    shares_blocks: see AttentionPlan; no bit depends on it.
+    """
 
     is_exact = True
 
@@ -99,9 +102,10 @@ class CpuOperations:
         form: WeightForm = WeightForm.STORED,
         *,
         cache_type: type[CpuKVCache] = CpuKVCache,
+        shares_blocks: bool = True,
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
-        self._cache_type = cache_type
+        self._cache_type, self.shares_blocks = cache_type, shares_blocks
         self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
@@ -345,7 +349,8 @@ class CpuOperations:
         plan = self._plans.get(cache.num_kv_heads)
         if plan is None:
             heads, is_causal = self._config.num_attention_heads, self._config.is_causal
-            plan = AttentionPlanner(self.library, heads, cache.num_kv_heads, is_causal=is_causal)
+            shares = self.shares_blocks
+            plan = AttentionPlanner(self.library, heads, cache.num_kv_heads, is_causal=is_causal, shares_blocks=shares)
             self._plans[cache.num_kv_heads] = plan
         return plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 

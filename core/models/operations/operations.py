@@ -278,14 +278,16 @@ def choose_operations(
     library: CpuLibrary | None,
     form: WeightForm = WeightForm.STORED,
     cache_type: type[CpuKVCache] = CpuKVCache,
+    *,
+    shares_blocks: bool = True,
 ) -> Operations:
     """Return the C kernels' operations. Without a library, or at numerics level L0, return torch's, which dequantize.
 
-    cache_type: of the C kernels' KV cache.
+    cache_type: of the C kernels' KV cache. shares_blocks: see CpuOperations.
     """
     if library is None or numerics == "L0":
         # Imported here: only this path needs torch.
         from core.models.operations.torch_operations import TorchOperations
 
         return TorchOperations(config, dtype)
-    return CpuOperations(config, dtype, library, form, cache_type=cache_type)
+    return CpuOperations(config, dtype, library, form, cache_type=cache_type, shares_blocks=shares_blocks)

@@ -144,6 +144,19 @@ def test_a_tile_in_common_is_one_item_for_as_many_as_may_be_in_one(num_requests,
     assert plan.max_item_tokens == plan.items[:, 3].max()
 
 
+def test_sharing_can_be_off(c_library):
+    """Then each request has the items that it has alone, whose bits are those of shared ones."""
+    tables = own_tables(3, 2000)
+    tables[:, :64] = tables[0, :64]
+    columns = np.ones(3, int), np.full(3, 2000)
+    shared, off = (AttentionPlanner(c_library, 9, 3, shares_blocks=shares)(*columns, tables, 16) for shares in (1, 0))
+    alone = plan_of([2000], tables[:1])
+    assert len(shared.members) == 18
+    assert len(off.members) == 0
+    assert len(off.items) == 3 * len(alone.items)
+    assert (off.items[:, 8] < 0).all()
+
+
 def test_only_equal_blocks_at_the_same_place_are_shared(c_library):
     def num_shared(change):
         tables = own_tables(3, 2000)

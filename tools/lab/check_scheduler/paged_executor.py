@@ -85,6 +85,8 @@ class PagedExecutor:
             self.num_candidates[new.row] = num_candidates(new.params, 1) if new.params.use_beam_search else 0
             self.seed[new.row] = choice_seed(new.seed, new.choice) if new.params.temperature > 0 else 0
         self._copy_blocks(plan)
+        common = {tuple(self._blocks(row)[: plan.num_common_prefix_blocks]) for row in plan.rows.tolist()}
+        assert len(common) == 1, f"plan {plan.step} says that rows have the same blocks, but they have {common}"
         starts = table.num_computed_tokens[plan.rows]
         samples = table.advance(plan)
         rows = plan.rows.tolist()
