@@ -46,7 +46,7 @@ class ExchangeDriver:
         assert self.exchange is not None
         pool = self.driver.scheduler.pool
         beside, evictions = BesideContents(pool.names) if pool.names.beside else None, self.exchange.evictions
-        self.store = BlockStore(self.folder, names, blocks, pool.names.content, evictions, beside=beside)
+        self.store = BlockStore([self.folder], names, blocks, pool.names.content, evictions, beside=beside)
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
         self.num_looks = 0
