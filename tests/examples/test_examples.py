@@ -83,9 +83,11 @@ def test_an_image(tmp_path: Path) -> None:
 def test_an_http_client(tmp_path: Path) -> None:
     pytest.importorskip("httptools")
     url = f"http://127.0.0.1:{free_port()}"
-    with started(["engine-core", "serve", "--http", url.removeprefix("http://")], tmp_path / "server"):
+    with started(["engine-core", "serve", "--http", url.removeprefix("http://")], tmp_path / "server") as server:
         _wait_for(f"{url}/health")
         text = "\n".join(lines_of("http_client.py", tmp_path, url))
+        server.terminate()  # killed with its engine, it would leave the socket's file behind
+        assert server.wait(60) == 0
     assert "sky" in text
 
 
