@@ -18,12 +18,12 @@ _KEEPALIVE = (
 )
 
 
-def parse_http_address(text: str) -> tuple[str, int]:
-    """Return (host, port) of "HOST:PORT", "[IPv6]:PORT", or a port on 127.0.0.1. Errors: AddressError."""
+def parse_http_address(text: str, flag: str = "--http") -> tuple[str, int]:
+    """Return (host, port) of "HOST:PORT", "[IPv6]:PORT", or a port on 127.0.0.1. Errors: AddressError that names flag."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("http://").removeprefix("https://").removeprefix("[").removesuffix("]")
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise AddressError(f"--http must be HOST:PORT or a port, such as 127.0.0.1:8000; got {text!r:.80}")
+        raise AddressError(f"{flag} must be HOST:PORT or a port, such as 127.0.0.1:8000; got {text!r:.80}")
     return host or "127.0.0.1", int(port)
 
 
@@ -95,11 +95,11 @@ def is_unix(text: str) -> bool:
     return text.startswith(UNIX)
 
 
-def is_loopback(text: str) -> bool:
+def is_loopback(text: str, flag: str = "--http") -> bool:
     """Return whether only this machine can reach this address. Errors: AddressError."""
     if is_unix(text):
         return True
-    host, _ = parse_http_address(text)
+    host, _ = parse_http_address(text, flag)
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -20,6 +20,7 @@ import uvloop
 
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import environment
+from tools.cli import main
 from tools.commands.record import relay
 from tools.commands.record.bodies import read_part, read_prompt, route_of
 from tools.commands.record.exchanges import Connection, Recording, salted_blocks
@@ -510,6 +511,26 @@ def test_an_upstream_that_is_no_servers_root_is_refused(url: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_upstream(url)
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (["--listen", "here"], "--listen must be HOST:PORT"),
+        (["--listen", "0.0.0.0:0"], "open to other machines"),
+        (["--listen", "127.0.0.1:0", "--max-connections", "0"], "--max-connections must be from 1"),
+        (["--listen", "127.0.0.1:0", "--upstream", "http://h/v1"], "the root of a server"),
+        (["--listen", "127.0.0.1:0"], "exists"),
+    ],
+)
+def test_wrong_options_are_named(
+    tmp_path: Path, options: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "day.jsonl"
+    path.touch()
+    assert main(["record", "--upstream", "127.0.0.1:1", "-o", str(path), *options]) == 1
+    assert match in capsys.readouterr().err
+    assert path.read_bytes() == b""
 
 
 def test_the_command_ends_with_a_whole_file(tmp_path: Path) -> None:

@@ -157,6 +157,9 @@ def test_the_command_writes_a_page_without_scripts(tmp_path: Path, capsys: pytes
     assert '{"found": 1, "most": 2}' in text
     assert "1 replicas hold ttft_p99 < 60000" in text
     assert "60 requests of shared.jsonl" in text
+    inside = re.search(r"Of 6 windows as observed there, (\d) are within", text)
+    assert inside is not None
+    assert int(inside[1]) >= 4, "the measured run is the day itself"
     error = re.search(r"fitted within (\d+) % \(median\)\.", text)
     assert error is not None
     assert 1 < int(error[1]) < 20, "NOISE is up to 30 %"
@@ -296,6 +299,8 @@ def test_missing_lengths_are_estimated_by_the_others(tmp_path: Path) -> None:
         Row(pytest.approx(0.03), 9, 3, (), None, 0.008, False),
     ]
     assert (trace.num_skipped, trace.num_estimated, trace.hash_block) == (1, 2, 32)
+    cut = read_trace(tmp_path / "t.jsonl", 2)
+    assert (len(cut.rows), cut.num_skipped) == (2, 1), "what is not read has not failed"
     assert recorded(tmp_path, exchange(1, input_bytes=400, output_events=3)).rows == [Row(0.0, 100, 3, ())]
     with pytest.raises(ConfigError, match="no requests that were answered"):
         recorded(tmp_path, exchange(20, status=500))

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if not 1 <= parsed.max_connections <= _MOST_CONNECTIONS:
         raise ConfigError(f"--max-connections must be from 1 to {_MOST_CONNECTIONS}; got {parsed.max_connections}")
     upstream = parse_upstream(parsed.upstream, parsed.host_header)
-    if not is_loopback(parsed.listen) and not parsed.insecure:
+    if not is_loopback(parsed.listen, "--listen") and not parsed.insecure:
         raise ConfigError(
             f"--listen {parsed.listen} is open to other machines, and the proxy passes on everything: add --insecure "
             "if the server checks keys itself"

@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     has_model = given is None and options.get("executor") != "fake"
     needs = inspect_model(resolve_model(options.get("model"))).needs if has_model else None
     with bounded_memory(str(run)):
-        return _forecast(parsed, slo, trace, _engine(CaptureFile(run), traffic), needs)
+        return _forecast(parsed, slo, trace, _engine(CaptureFile(run), traffic, parsed.runs), needs)
 
 
 def _forecast(
@@ -99,15 +99,19 @@ def _rehearsed(parsed: argparse.Namespace, options: dict[str, Any], trace: Trace
     return rehearsal.capture, rehearsal.traffic
 
 
-def _engine(file: CaptureFile, traffic: Path | None) -> Engine:
-    """Return the engine of a capture; its blocks in files are left out of the simulations."""
+def _engine(file: CaptureFile, traffic: Path | None, num_runs: int) -> Engine:
+    """Return the engine of a capture; its blocks in files are left out of the simulations.
+
+    num_runs: as many as the forecast's, because the spread of fewer is smaller.
+    """
     if file.begins_inside:
         raise ConfigError(f"{file.path} begins inside a run: a forecast needs a capture from the engine's start")
     config = msgspec.structs.replace(replay_config(file.header), **NO_STORE)
     recording = read_recording(file)
     if not recording.requests:
         raise ConfigError(f"{file.path} has no requests")
-    return measure(config, file.header.model, recording, None if traffic is None else observed(read_trace(traffic)))
+    seen = None if traffic is None else observed(read_trace(traffic))
+    return measure(config, file.header.model, recording, seen, num_runs=num_runs)
 
 
 def _find(engine: Engine, trace: Trace, slo: FailsWhen, most: int) -> int | None:

@@ -176,7 +176,8 @@ def measure(
     """Return what a measured run says of its engine.
 
     observed: what its clients saw, in order of arrival; None = what the engine recorded. num_requests: use only the
-    run's first requests, and the steps up to the next one's arrival; None = all.
+    run's first requests, and the steps up to the next one's arrival; None = all. num_runs: as many as the forecasts'
+    will be, because the spread of fewer is smaller.
     """
     count = len(recording.requests) if num_requests is None else num_requests
     until = recording.end_ns if num_requests is None else recording.requests[count].received_ns

@@ -150,6 +150,7 @@ def read_recorded(path: Path, num_rows: int | None) -> Trace:
     """
     found = list(read_traffic(path)[1])
     kept = [one for one in found if 200 <= one.status < 300 or (one.end == "client" and not one.status)]
+    num_skipped = len(found) - len(kept)
     kept = sorted(kept, key=lambda one: one.arrival_ms)[:num_rows]
     per_byte = _ratio([(one.input_tokens, one.input_bytes) for one in kept if not one.num_images])
     per_byte = per_byte or 1 / _BYTES_PER_TOKEN
@@ -158,7 +159,7 @@ def read_recorded(path: Path, num_rows: int | None) -> Trace:
     rows = [_exchanged(one, per_byte, per_event if one.is_stream else of_answers) for one in kept]
     if not rows:
         raise ConfigError(f"{path} holds no requests that were answered")
-    trace = _sorted(path, rows, max(1, round(BLOCK_BYTES * per_byte)), len(found) - len(kept))
+    trace = _sorted(path, rows, max(1, round(BLOCK_BYTES * per_byte)), num_skipped)
     return trace._replace(num_estimated=sum(None in (one.input_tokens, one.output_tokens) for one in kept))
 
 
