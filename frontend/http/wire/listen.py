@@ -19,7 +19,7 @@ _KEEPALIVE = (
 
 
 def parse_http_address(text: str, flag: str = "--http") -> tuple[str, int]:
-    """Return (host, port) of "HOST:PORT", "[IPv6]:PORT", or a port on 127.0.0.1. Errors: AddressError that names flag."""
+    """Return (host, port) of "HOST:PORT", "[IPv6]:PORT", or a port on 127.0.0.1. Errors: AddressError, naming flag."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("http://").removeprefix("https://").removeprefix("[").removesuffix("]")
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
