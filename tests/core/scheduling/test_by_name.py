@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from core import log
+from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.records import OtherModelError
@@ -157,6 +159,23 @@ def test_a_capture_chooses_no_scheduler(tmp_path: Path, capsys: pytest.CaptureFi
     plain = tmp_path / "plain.cap"
     captured(plain, "default")
     assert main([str(plain), "--scheduler-cls", NARROW]) == 5
+
+
+def test_a_capture_of_another_scheduler_has_no_checkpoints_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(log, "say", said.append)
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 1000)
+    path, plain = tmp_path / "run.cap", tmp_path / "plain.cap"
+    captured(plain, "default")
+    captured(path, NARROW)
+    assert CaptureFile(plain).checkpoints
+    assert not CaptureFile(path, NARROW).checkpoints
+    assert len(said) == 1
+    assert said[0].startswith("engine-core: this engine cannot make checkpoints: ")
+    assert said[0].endswith(f"{__name__}:Narrow is not a class that a checkpoint may have")
+    assert main([str(path), "--scheduler-cls", NARROW]) == 0
 
 
 @pytest.mark.checkout
