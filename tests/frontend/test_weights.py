@@ -21,6 +21,7 @@ from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
 from tests.captures import error, replay
 from tests.core.draft_heads import LLAMA, MIMO, model_shapes, random_weights, write
+from tools.cli import main
 
 MODEL = {**LLAMA, "num_hidden_layers": 2}
 OPTIONS: dict[str, Any] = {
@@ -293,6 +294,9 @@ def test_a_capture_replays_with_its_weights_and_is_refused_without(
 ) -> None:
     site.llm.close()  # the last test: the file is complete
     assert replay(capfd, site.capture)[0] == 0
+    redacted = site.capture.with_name("redacted.cap")
+    assert main(["replay", "redact", str(site.capture), str(redacted)]) == 0
+    assert replay(capfd, redacted)[0] == 0
     status, text = error(capfd, site.capture, "--mode", "full")
     assert status == 5
     assert "the capture changes the weights to version 1" in text
