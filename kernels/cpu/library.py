@@ -45,7 +45,6 @@ class CpuLibrary:
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
-        self._leave = self.function("pool_leave", ctypes.c_int)
         self._chunk: UInt8s = np.zeros(0, np.uint8)
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
@@ -83,11 +82,12 @@ class CpuLibrary:
 
         It is for packing weights: the kernels that compute steps share buffers.
         """
-        self._leave(1)
+        leave = self.function("pool_leave", ctypes.c_int)
+        leave(1)
         try:
             yield
         finally:
-            self._leave(0)
+            leave(0)
 
     def wake_threads(self) -> None:
         """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""

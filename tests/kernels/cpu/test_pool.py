@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -195,3 +196,29 @@ def test_every_number_is_taken_once_between_two_barriers(pool):
     pool.run(job)
     pool.run(lambda thread, of: taken[2][thread].extend(pool.take(thread) for _ in range(60)))
     assert all(sorted(numbers) == list(range(60)) for part in taken for numbers in part)
+
+
+def test_a_thread_next_to_the_pool_runs_its_jobs_alone(pool, c_library):
+    """It neither waits for the pool's job nor replaces the pool's threads; so weights are packed next to a step."""
+    pool.start(2)
+    alone, is_over = [], threading.Event()
+
+    def work() -> None:
+        with c_library.alone():
+            pool.start(3)
+            for _ in range(20):
+                pool.run(lambda thread, of: (pool.barrier(), alone.append((thread, of))))
+        is_over.set()
+
+    def wait(thread: int, of: int) -> None:
+        if thread == 0:
+            other = threading.Thread(target=work)
+            other.start()
+            assert is_over.wait(10), "it waits for this job"
+            other.join()
+
+    pool.run(wait)
+    assert alone == [(0, 1)] * 20
+    ran = []
+    pool.run(lambda thread, of: ran.append((thread, of)))
+    assert sorted(ran) == [(0, 2), (1, 2)]
