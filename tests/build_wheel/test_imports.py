@@ -201,6 +201,7 @@ def test_no_module_is_named_by_text() -> None:
     assert named.pop("tools/commands/replay/shrink/written.py") == {"tools.commands.replay.shrink.written"}
     assert named.pop("frontend/engine/supervised_engine.py") == {"core.capture.write_flight"}
     assert named.pop("core/grammars/checker.py") == {"core.grammars.check"}  # for run_package()
+    assert named.pop("frontend/engine/ray_workers.py") == {"tools.cli"}  # likewise
     assert named.pop("frontend/text/request_templates.py") == {"frontend.text.template_process"}  # likewise
     assert named.pop("tools/cli.py") == {"tools.commands.completion"}
     assert named.keys() == {"tools/command_table.py"}

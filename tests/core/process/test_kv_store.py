@@ -42,13 +42,16 @@ def test_a_bound_below_the_file_of_one_block_is_refused_with_the_numbers(tmp_pat
 
 
 class _Part:
-    """The executor, IO thread and store of a started engine, which note their ends."""
+    """The executor, IO thread, store and scheduler of a started engine, which note their ends."""
 
     def __init__(self, ended: list[object]) -> None:
         self._ended = ended
 
     def prepare_ahead(self) -> bool:
         return False
+
+    def shutdown(self) -> None:
+        self._ended.append("scheduler")
 
     def close(self, timeout: float | None = None) -> None:
         self._ended.append(timeout)
@@ -66,10 +69,10 @@ def test_only_a_drained_engine_takes_time_to_write(
     monkeypatch.setattr(process, "run", run)
     ended: list[object] = []
     part = cast("Any", _Part(ended))
-    started = StartedEngine(part, part, part, lambda _: None, part, lambda: ended.append("capture"))
+    started = StartedEngine(part, part, part, lambda _: None, part, part, lambda: ended.append("capture"))
     if code is None:
         with pytest.raises(KeyboardInterrupt):
             process.serve(started)
     else:
         assert process.serve(started) == code
-    assert ended == [seconds, "capture", None]
+    assert ended == [seconds, "capture", "scheduler", None]
