@@ -103,11 +103,6 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
     settings = config.speculative_config
     if settings is None or not settings.runs_model:
         return None
-    if settings.runs_head and loaded.info.state_bytes:
-        raise ConfigError(
-            f"speculative_config: method {settings.method!r} is for models whose layers all attend, and "
-            f"{loaded.info.name} has recurrent layers: use ngram, suffix or draft_model"
-        )
     is_made_up = config.load_format == "dummy"
     if settings.method != "draft_model":
         if not isinstance(loaded.model, Llama):

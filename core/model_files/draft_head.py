@@ -12,7 +12,8 @@ from core.model_files.load_format import made_up
 from core.model_files.settings.config_json import decoder_config, read_json_object
 from core.model_files.settings.values import Values
 from core.model_files.tensors.weight_shapes import layer_shapes
-from core.model_files.tensors.weights import load_tensors, read_integers
+from core.model_files.tensors.weights import load_further_layer, load_tensors, read_integers
+from core.models.architectures.architecture import MtpRow
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
@@ -51,31 +52,55 @@ def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
 
 
 def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
-    """Load a model's own multi-token prediction layer; the first one if it has several.
+    """Load a model's own layer for multi-token prediction; the first one if it has several.
 
     Errors: those of load_eagle3(); ConfigError if the model has no such layer.
     """
     _check_target(target, "mtp")
-    model, prefix = target.config, ARCHITECTURES[target.config.architecture].mtp
-    settings = {} if folder.suffix == ".gguf" else read_json_object(folder / "config.json")
-    if not prefix or not settings.get("num_nextn_predict_layers"):
-        raise ConfigError(
-            f"speculative_config: method 'mtp' does not fit {folder}: it has no multi-token prediction layers "
-            f"(num_nextn_predict_layers); architectures with such layers are {', '.join(_with_mtp())}"
-        )
-    layer = msgspec.structs.replace(model, num_hidden_layers=1, sliding_layers=(0,) if model.sliding_layers else ())
-    config = HeadConfig(layer=layer, taps=(model.num_hidden_layers,), tap_width=model.hidden_size, eagle3=None)
+    model, row = target.config, ARCHITECTURES[target.config.architecture].mtp
+    if row is None or folder.suffix == ".gguf":
+        raise _no_layer(folder)
+    layer = _mtp_layer(model, row)
+    config = HeadConfig(layer=layer, taps=(model.num_hidden_layers,), tap_width=model.hidden_size, mtp=row)
     shapes = head_shapes(config, layer_shapes(layer))
     if is_made_up:
+        settings = read_json_object(folder / "config.json")
+        text = settings.get("text_config")
+        if not (text if isinstance(text, Mapping) else settings).get(row.setting, row.default):
+            raise _no_layer(folder)
         return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target)
-    names = {name: f"{prefix}0.{name.removeprefix(_LAYER)}" for name in shapes}
-    names["model.norm.weight"] = f"{prefix}0.final_layernorm.weight"
-    tensors = load_tensors(folder, names, shapes, re.compile(".*"), target.dtype)
+    starts = {start.format(layers=model.num_hidden_layers): ours for start, ours in row.names.items()}
+
+    def our_name(name: str) -> str:
+        start = next((start for start in starts if name.startswith(start)), "")
+        return starts[start] + name.removeprefix(start) if starts.get(start) else ""
+
+    tensors = load_further_layer(folder, layer, shapes, our_name, target.dtype)
+    if tensors is None:
+        raise _no_layer(folder)
     return DraftHead(config, HeadWeights(tensors, None), target)
 
 
-def _with_mtp() -> list[str]:
-    return [name for name, row in ARCHITECTURES.items() if row.mtp]
+def _mtp_layer(model: ModelConfig, row: MtpRow) -> ModelConfig:
+    """Return the config of a model whose only layer is like the one for multi-token prediction."""
+    experts = None if row.is_dense else model.experts
+    return msgspec.structs.replace(
+        model,
+        num_hidden_layers=1,
+        sliding_layers=(0,) if model.sliding_layers else (),
+        unrotated_layers=(),
+        recurrent=None,
+        vision=None,
+        experts=None if experts is None else msgspec.structs.replace(experts, dense_layers=()),
+    )
+
+
+def _no_layer(folder: Path) -> ConfigError:
+    names = ", ".join(name for name, row in ARCHITECTURES.items() if row.mtp is not None)
+    return ConfigError(
+        f"speculative_config: method 'mtp' does not fit {folder}: it has no multi-token prediction layer; "
+        f"architectures with such a layer, in safetensors, are {names}"
+    )
 
 
 def _check_target(target: Llama, method: str) -> None:

@@ -2,7 +2,8 @@
 
 For the position after token i it reads token i + 1 and the hidden state after token i. Its output is a state after
 token i + 1, from which it can continue. EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) and multi-token prediction
-layers (MTP; here MiMo's, arXiv 2505.07608) work like this; they differ in how token and state are joined.
+layers (MTP; DeepSeek-V3, arXiv 2412.19437) work like this; they differ in how token and state are joined, and in which
+norms come between.
 """
 
 import copy
@@ -13,11 +14,13 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from core.models.architectures.architecture import MtpRow
 from core.models.config import ModelConfig
 from core.models.layers.layer import Layer, build_layer, build_norm
 from core.models.layers.layer_kinds import windows
 from core.models.llama import Llama
-from core.models.operations.cpu_operations import CpuAttend, CpuOperations
+from core.models.operations.cpu_latent import CpuLatentAttend
+from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuStep
 from core.models.operations.operations import Norm, Product
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.tensor import Operation
@@ -44,7 +47,8 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer: ModelConfig  # config of a one-layer model like the head's layer; it has the model's vocabulary
     taps: tuple[int, ...]  # it reads the hidden states after this many of the model's layers
     tap_width: int  # numbers in each of these
-    eagle3: Eagle3Parts | None  # None: a layer for multi-token prediction
+    eagle3: Eagle3Parts | None = None  # of an EAGLE-3 head
+    mtp: MtpRow | None = None  # of a layer for multi-token prediction
 
 
 class HeadWeights(NamedTuple):
@@ -90,14 +94,17 @@ class _MtpJoint:
     state_norm: Norm
     projection: Product
     input_norm: Norm
+    taps_norm: Norm | None
+    row: MtpRow
 
     def states(self, taps: Floats) -> Floats:
-        return taps
+        return taps if self.taps_norm is None else to_floats(self.taps_norm(taps))
 
     def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
-        embedded[positions == 0] = 0  # as in training: the first token has no state before it
-        joined = np.concatenate((self.state_norm(states), self.token_norm(embedded)), axis=1)
-        residual = self.projection(joined)
+        if self.row.zeroes_first:
+            embedded[positions == 0] = 0
+        normed = self.token_norm(embedded), self.state_norm(states)
+        residual = self.projection(np.concatenate(normed if self.row.token_first else normed[::-1], axis=1))
         return self.input_norm(residual), residual
 
 
@@ -114,16 +121,19 @@ class DraftHead:
         self.config, self.dtype, self.sampler = config, dtype, target.sampler
         self.vocab_size, self.max_model_len = own.vocab_size, own.max_position_embeddings
         self._token_ids = weights.token_ids
-        shares = not isinstance(target.operations, CpuOperations) or target.operations.shares_blocks
-        self._operations = operations = CpuOperations(own, dtype, target.library, shares_blocks=shares)
+        theirs = target.operations
+        assert isinstance(theirs, CpuOperations), type(theirs)
+        self._operations = operations = CpuOperations(
+            own, dtype, target.library, theirs.form, shares_blocks=theirs.shares_blocks
+        )
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
-        assert isinstance(self._layer.mixer.mix, CpuAttend), type(self._layer.mixer.mix)
+        assert isinstance(self._layer.mixer.mix, CpuAttend | CpuLatentAttend), type(self._layer.mixer.mix)
         self._attend = self._layer.mixer.mix
         self._norm = build_norm(operations, parts, "model.norm", own, dtype)
         self._embedding = _unscaled(target.embedding)
         if config.eagle3 is None:
-            self._joint: _Joint = _mtp_joint(operations, parts, own, self._layer, dtype)
+            self._joint: _Joint = _mtp_joint(operations, parts, config, self._layer, target)
             assert target.head is not None, "the target is whole"
             self._head: Product = target.head
         else:
@@ -149,7 +159,8 @@ class DraftHead:
 
     def store(self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache) -> None:
         """Store K and V of tokens [T], each with the state before it [T, hidden] and that state's position and slot."""
-        self._project(token_ids, states, positions, slots, cache)
+        x, _ = self._join(token_ids, states, positions)
+        self._attend.store(self._layer.mixer.qkv(x), self._step(positions, slots, cache), 0)
 
     def forward(
         self, token_ids: Ints, states: Floats, positions: Ints, block_tables: AnyInts, cache: CpuKVCache
@@ -161,26 +172,22 @@ class DraftHead:
         """
         size = cache.block_size
         slots = block_tables[np.arange(len(positions)), positions // size].astype(np.int64) * size + positions % size
-        q, residual = self._project(token_ids, states, positions, slots, cache)
-        plan = self._plan(positions + 1, block_tables, cache)
-        layer, attend = self._layer, self._attend
-        x = layer.mixer.o(attend.attention(q, cache, 0, plan, attend.scale))
-        x = layer.mlp(layer.mlp_norm.after(residual, x))
+        x, residual = self._join(token_ids, states, positions)
+        step = self._step(positions, slots, cache, self._plan(positions + 1, block_tables, cache))
+        layer, mtp = self._layer, self.config.mtp
+        x = layer.mlp(layer.mlp_norm.after(residual, layer.mixer(x, step)))
         x = self._norm.after(residual, x)
-        return self._over_vocabulary(self._head(x)), residual
+        return self._over_vocabulary(self._head(x)), to_floats(x) if mtp and mtp.reads_normed else residual
 
-    def _project(
-        self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache
-    ) -> tuple[Numbers, Floats]:
-        """Store K and V; return the rotated Q and the residual stream."""
+    def _join(self, token_ids: Ints, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+        """Return the input of Q, K and V, and the residual stream."""
+        return self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
+
+    def _step(self, positions: Ints, slots: Ints, cache: CpuKVCache, *work: AttentionPlan) -> CpuStep:
         table = self._operations.tables[self._layer.kind]
         assert table is not None, "a head rotates"
         table.reach(int(positions.max()) + 1)
-        x, residual = self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
-        qkv = self._layer.mixer.qkv(x)
-        return self._attend.rope(
-            qkv, table, np.ascontiguousarray(positions), cache, 0, np.ascontiguousarray(slots)
-        ), residual
+        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), (table,), work, cache)
 
     def _plan(self, context_lens: Ints, block_tables: AnyInts, cache: CpuKVCache) -> AttentionPlan:
         counts = np.ones(len(context_lens), np.int64)
@@ -205,13 +212,16 @@ def _eagle3_joint(
 
 
 def _mtp_joint(
-    operations: CpuOperations, parts: WeightParts, own: ModelConfig, layer: Layer, dtype: Dtype
+    operations: CpuOperations, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama
 ) -> _MtpJoint:
+    own, row, dtype = config.layer, config.mtp, target.dtype
+    assert row is not None, config
     token_norm, state_norm = (
         build_norm(operations, parts, f"model.layers.0.{name}_layernorm", own, dtype) for name in ("token", "hidden")
     )
     projection = operations.linear(parts.take_matrix("model.layers.0.input_proj.weight"), out_dtype=FLOAT32)
-    return _MtpJoint(token_norm, state_norm, projection, layer.input_norm)
+    taps_norm = target.final_norm if row.reads_normed else None
+    return _MtpJoint(token_norm, state_norm, projection, layer.input_norm, taps_norm, row)
 
 
 def _unscaled(embedding: Operation) -> Operation:

@@ -19,6 +19,7 @@ from core.models.operations.operations import (
     AdaptingOperations,
     AttentionWork,
     LayerwiseOperations,
+    Norm,
     Operations,
     PerLayerInputs,
     Product,
@@ -173,6 +174,11 @@ class Llama:
         self.layers.clear()
         for name in ("embedding", "_norm", "_float_norm"):
             self.__dict__.pop(name, None)
+
+    @property
+    def final_norm(self) -> Norm:
+        """Return the norm after the last layer. Its results are float32."""
+        return self._float_norm
 
     @property
     def variant(self) -> str:

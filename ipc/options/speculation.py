@@ -16,28 +16,32 @@ _MAX_DEPTH = 24
 _DRAFTS = {"draft_model": 4, "eagle3": 4, "mtp": 1}
 _MAX_CACHED_REQUESTS = 1 << 20
 
-#: Layers for multi-token prediction of architectures that we do not implement, by vLLM's names.
+#: Layers for multi-token prediction, by vLLM's names: those that method mtp reads, and others.
+_READ_LAYERS = (
+    *("mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "deepseek_mtp"),
+    "exaone_moe_mtp",
+)
 _OTHER_LAYERS = (
-    *("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp"),
-    *("exaone_moe_mtp", "nemotron_h_mtp", "longcat_flash_mtp", "step3p5_mtp", "pangu_ultra_moe_mtp", "gemma4_mtp"),
+    *("glm_ocr_mtp", "ernie_mtp", "nemotron_h_mtp", "longcat_flash_mtp", "step3p5_mtp", "pangu_ultra_moe_mtp"),
+    "gemma4_mtp",
 )
 #: Methods of vLLM that this version does not have.
 _OTHER_METHODS = (
     *("eagle", "medusa", "mlp_speculator", "ngram_gpu", "dflash", "extract_hidden_states", "custom_class"),
     *_OTHER_LAYERS,
-    "mimo_mtp",
+    *_READ_LAYERS,
 )
 #: Methods in which a model in the executor makes the drafts.
 _MODEL_METHODS = ("draft_model", "eagle3", "mtp")
 _METHODS = ("ngram", "suffix", *_MODEL_METHODS)
 #: Those of them that name a model.
 _NAMING_METHODS = ("draft_model", "eagle3")
-_NO_LAYERS = "no architecture implemented here has such layers; MiMo's are named 'mtp'"
+_NO_LAYERS = "these layers are not read here; those that are have the name 'mtp'"
 _NO_HEADS = "of heads that read the model's hidden states, only EAGLE-3's and MTP layers are supported"
 #: Why some of these are not supported.
 _REASONS = {
     **dict.fromkeys(_OTHER_LAYERS, _NO_LAYERS),
-    "mimo_mtp": "its name here is 'mtp'",
+    **dict.fromkeys(_READ_LAYERS, "its name here is 'mtp'"),
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
 }
 

@@ -111,6 +111,31 @@ def load_tensors(
     return _convert(plan, dtype, None)
 
 
+def load_further_layer(
+    folder: Path,
+    config: ModelConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    our_name: Callable[[str], str],
+    dtype: Dtype,
+) -> Iterator[tuple[str, Weight]] | None:
+    """Return an iterator over (name, weight) for every name in shapes, like load_weights(); None without such tensors.
+
+    config: of a model of one layer like this one. our_name: returns the name that a tensor would have in this model's
+    folder, and "" for those that do not belong to the layer. Errors: those of load_weights().
+    """
+    tensors = _folder_tensors(folder)
+    found = {ours: stored for name, stored in tensors.items() if (ours := our_name(name))}
+    if not found:
+        return None
+    plan, rest = _plan_tensors(found, config, shapes, folder)
+    for name, stored in rest.items():
+        if not _HARMLESS.fullmatch(name) and not (config.packing != "none" and name.endswith(UNUSED_KINDS)):
+            raise UnsupportedModelError(
+                f"{stored.path}: unexpected tensor {stored.source_name!r:.80} of shape {stored.shape}"
+            )
+    return _convert(plan, dtype, None)
+
+
 def _as_matrix(stored: StoredTensor) -> StoredTensor:
     shape = stored.shape
     return msgspec.structs.replace(stored, shape=(shape[0], math.prod(shape[1:]))) if len(shape) > 2 else stored
@@ -171,18 +196,26 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
     elif (first := json_name("model.embed_tokens.weight", config)) not in found:  # saved from a model without a head
         stem = f"{first.split('.')[0]}."
         found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
+    plan, rest = _plan_tensors(found, config, expected_shapes(config), folder)
+    _check_rest(rest, config)
+    return plan
+
+
+def _plan_tensors(
+    found: Mapping[str, StoredTensor], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], folder: Path
+) -> tuple[Mapping[str, StoredTensor | PackedTensor], dict[str, StoredTensor]]:
+    """Return the weights with these shapes from a folder's tensors, in the kernels' order, and the other tensors."""
     found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
     found = unturned(found) if turns else unstacked(by_expert(found, config), by_head=config.qk_norm_by_head)
     plan: dict[str, StoredTensor | PackedTensor] = {}
-    for name, shape in expected_shapes(config).items():
+    for name, shape in shapes.items():
         theirs = json_name(name, config)
         plan[name] = _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
-    _check_rest(found, config)
     if config.encoder is not None:
-        return plan
+        return plan, found
     row = ARCHITECTURES[config.architecture]
-    return _in_our_order(plan, config, row.interleaves_heads, by_kv_heads=row.qkv_by_kv_heads)
+    return _in_our_order(plan, config, row.interleaves_heads, by_kv_heads=row.qkv_by_kv_heads), found
 
 
 def _in_our_order(
@@ -262,7 +295,8 @@ def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
             continue
         if config.packing != "none" and (name.rpartition(".")[2] in UNUSED_KINDS or _is_zero_bias(stored)):
             continue
-        if config.encoder is None and (prefix := ARCHITECTURES[config.architecture].mtp) and name.startswith(prefix):
+        mtp = None if config.encoder is not None else ARCHITECTURES[config.architecture].mtp
+        if mtp is not None and mtp.prefix and name.startswith(mtp.prefix):
             continue
         if is_of_further_layer(name, config) or is_of_shared_layer(name, config):
             continue

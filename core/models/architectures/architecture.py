@@ -38,6 +38,53 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     is_turned: bool = False
 
 
+class MtpRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The layer for multi-token prediction of one architecture; only speculation reads it.
+
+    It reads the norms of a token's embedding and of the model's hidden state before the token, joined by a product.
+    """
+
+    #: How names in safetensors begin -> how ours do (core/models/draft_head.py), and "" for tensors that are the
+    #: model's own. The first that fits applies. {layers} stands for the number of the model's layers.
+    names: Mapping[str, str]
+    prefix: str = ""  # of the names of all such layers; "" with further_layers
+    setting: str = "num_nextn_predict_layers"  # their number in config.json
+    default: int = 0  # without the setting
+    token_first: bool = True  # the token's norm comes first in what is joined
+    zeroes_first: bool = True  # the embedding at position 0 is zeros, as in training
+    #: It reads the hidden state after the model's final norm, and its own after its final norm.
+    reads_normed: bool = True
+    is_dense: bool = False  # the layer has a dense MLP, whatever the model's layers have
+
+
+#: A layer after the model's last one (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embeddings and head are the model's.
+NEXTN_LAYER = MtpRow(
+    names={
+        "model.layers.{layers}.eh_proj.": "model.layers.0.input_proj.",
+        "model.layers.{layers}.enorm.": "model.layers.0.token_layernorm.",
+        "model.layers.{layers}.hnorm.": "model.layers.0.hidden_layernorm.",
+        "model.layers.{layers}.shared_head.norm.": "model.norm.",
+        "model.layers.{layers}.shared_head.head.": "",
+        "model.layers.{layers}.embed_tokens.": "",
+        "model.layers.{layers}.": "model.layers.0.",
+    },
+)
+#: Of Qwen3.5. Qwen3-Next's config.json does not state the number of these layers.
+FC_LAYER = MtpRow(
+    prefix="mtp.",
+    names={
+        "mtp.fc.": "model.layers.0.input_proj.",
+        "mtp.pre_fc_norm_embedding.": "model.layers.0.token_layernorm.",
+        "mtp.pre_fc_norm_hidden.": "model.layers.0.hidden_layernorm.",
+        "mtp.norm.": "model.norm.",
+        "mtp.layers.0.": "model.layers.0.",
+    },
+    setting="mtp_num_hidden_layers",
+    default=1,
+    zeroes_first=False,
+)
+
+
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture. Settings have their names in config.json."""
 
@@ -132,8 +179,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     fused_qkv: bool = False
     qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, K and V together
     fused_gate_up: bool = False
-    mtp: str = ""  # name prefix of the weights of multi-token prediction layers; only speculation reads them
-    further_layers: bool = False  # files may have multi-token prediction layers after the last layer; they are not read
+    mtp: MtpRow | None = None  # None: files have no layer for multi-token prediction, or it is not read
+    further_layers: bool = False  # files may have such layers after the last layer
     latent: bool = False  # attention is latent: the settings kv_lora_rank and others exist
     layers_name: str = "model.layers"  # prefix of tensor names in safetensors, before a layer's number
     #: Our name of a layer's tensor, without weight or bias -> the name in safetensors, and in GGUF files. A * in both

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.models.architectures.architecture import Architecture, ExpertRow
+from core.models.architectures.architecture import Architecture, ExpertRow, MtpRow
 from core.models.architectures.centred_rows import CENTRED_ROWS
 from core.models.architectures.hunyuan_rows import HUNYUAN_ROWS
 from core.models.architectures.latent_rows import LATENT_ROWS
@@ -105,7 +105,15 @@ _DENSE = (
         defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
         attention_bias="qkv",
         sliding="from max_window_layers",
-        mtp="model.mtp_layers.",
+        mtp=MtpRow(
+            prefix="model.mtp_layers.",
+            names={
+                "model.mtp_layers.0.final_layernorm.": "model.norm.",
+                "model.mtp_layers.0.": "model.layers.0.",
+            },
+            token_first=False,
+            reads_normed=False,
+        ),
     ),
     Architecture(
         name="Qwen3ForCausalLM",

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.models.architectures.architecture import SIGMOID, SOFTMAX, Architecture, ExpertRow
+from core.models.architectures.architecture import NEXTN_LAYER, SIGMOID, SOFTMAX, Architecture, ExpertRow
 from core.models.architectures.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS
 from core.models.architectures.sigmoid_rows import SIGMOID_EXPERTS
 
@@ -73,6 +73,7 @@ LATENT_ROWS = (
         interleaves_heads=True,
         latent=True,
         experts=msgspec.structs.replace(SIGMOID_EXPERTS, gguf_gating=(SOFTMAX, SIGMOID), gguf_normalises=False),
+        mtp=NEXTN_LAYER,
         further_layers=True,
         names={**DEEPSEEK_NAMES, **_NAMES},
         gguf_names={**GGUF_EXPERTS, **_GGUF_NAMES},
@@ -101,6 +102,7 @@ LATENT_ROWS = (
         interleaves_heads=True,
         latent=True,
         experts=SIGMOID_EXPERTS,
+        mtp=NEXTN_LAYER,
         further_layers=True,
         names={**DEEPSEEK_NAMES, **_NAMES},
     ),

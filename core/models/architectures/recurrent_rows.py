@@ -1,6 +1,6 @@
 """RECURRENT_ROWS: the rows of architectures with recurrent layers; architecture_rows.py collects all rows."""
 
-from core.models.architectures.architecture import SIGMOID, Architecture, ExpertRow
+from core.models.architectures.architecture import FC_LAYER, SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import GGUF_EXPERTS
 
 _QWEN_DELTA = {
@@ -41,7 +41,6 @@ _GGUF_DELTA_NAMES = {
     "mixer.norm": "ssm_norm",
     "mixer.out_proj": "ssm_out",
 }
-
 _LFM2_NAMES = {
     "model.norm": "model.embedding_norm",
     "input_layernorm": "operator_norm",
@@ -178,7 +177,7 @@ RECURRENT_ROWS = (
         recurrent="gated delta",
         output_gate=True,
         gguf_heads_take_turns=True,
-        mtp="mtp.",
+        mtp=FC_LAYER,
         names=_DELTA_NAMES,
         gguf_names=_GGUF_DELTA_NAMES,
     ),
@@ -203,7 +202,7 @@ RECURRENT_ROWS = (
         output_gate=True,
         gguf_heads_take_turns=True,
         experts=_SHARED_EXPERTS,
-        mtp="mtp.",
+        mtp=FC_LAYER,
         names={**_DELTA_NAMES, "mlp.router": "mlp.gate"},
         gguf_names={**GGUF_EXPERTS, **_GGUF_DELTA_NAMES},
     ),
@@ -230,7 +229,7 @@ RECURRENT_ROWS = (
         delta_inputs=("qkvz_proj", "ba_proj"),
         gguf_delta_inputs=("qkv_proj", "z_proj", "ba_proj"),
         experts=_SHARED_EXPERTS,
-        mtp="mtp.",
+        mtp=FC_LAYER,
         names={
             **_DELTA_NAMES,
             "mixer.qkvz_proj": "linear_attn.in_proj_qkvz",

@@ -1,6 +1,8 @@
 """SIGMOID_ROWS: the rows of mixtures whose experts' scores are sigmoids; architecture_rows.py collects all rows."""
 
-from core.models.architectures.architecture import SIGMOID, Architecture, ExpertRow
+import msgspec
+
+from core.models.architectures.architecture import FC_LAYER, NEXTN_LAYER, SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS
 
 #: Experts with sigmoid scores, chosen by corrected scores within groups (DeepSeek V3).
@@ -13,7 +15,6 @@ SIGMOID_EXPERTS = ExpertRow(
     groups="always",
     best_of_group=2,
 )
-
 SIGMOID_ROWS = (
     Architecture(
         name="Glm4MoeForCausalLM",
@@ -35,6 +36,7 @@ SIGMOID_ROWS = (
         qk_norm_key="use_qk_norm",
         partial_rotary=True,
         experts=SIGMOID_EXPERTS,
+        mtp=NEXTN_LAYER,
         further_layers=True,
         names=DEEPSEEK_NAMES,
         gguf_names={**GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
@@ -130,6 +132,7 @@ SIGMOID_ROWS = (
         qk_norm=True,
         unrotated="full beside sliding",
         experts=SIGMOID_EXPERTS,
+        mtp=msgspec.structs.replace(FC_LAYER, setting="num_nextn_predict_layers", default=0, is_dense=True),
         further_layers=True,
         names={**DEEPSEEK_NAMES, "mlp.router_correction": "mlp.e_score_correction"},
         gguf_names=GGUF_EXPERTS,

@@ -6,10 +6,10 @@ from typing import Protocol
 from ipc.tables.arrays import Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.latent import CpuLatent
 from kernels.cpu.rope import RotaryTable
 from kernels.elements import Numbers
+from kernels.memory.kv_cache import KVCache
 
 
 class Step(Protocol):
@@ -32,7 +32,7 @@ class Step(Protocol):
         """Return one plan per kind of layer."""
 
     @property
-    def cache(self) -> CpuKVCache:
+    def cache(self) -> KVCache:
         """Return the KV cache. It has one side: a row of K per token, from which V is computed."""
 
 
@@ -51,6 +51,11 @@ class CpuLatentAttend:
         return self.latent.variant
 
     def __call__(self, x: Numbers, step: Step, index: int) -> Numbers:
-        table, work = step.tables[self.kind], step.work[self.kind]
-        q = self.latent.begin(x, table, step.positions, step.cache, index, step.slots)
-        return self.latent.expand(self.attention(q, step.cache, index, work, self.scale))
+        q = self.store(x, step, index)
+        cache, place = step.cache.part(index)
+        return self.latent.expand(self.attention(q, cache, place, step.work[self.kind], self.scale))
+
+    def store(self, x: Numbers, step: Step, index: int) -> Numbers:
+        """Store what the cache has of the step's tokens. Return the queries."""
+        cache, place = step.cache.part(index)
+        return self.latent.begin(x, step.tables[self.kind], step.positions, cache, place, step.slots)

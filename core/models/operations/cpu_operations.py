@@ -81,9 +81,14 @@ class CpuAttend:
     sinks: Floats | None = None  # [H], from sink_scores()
 
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
+        q = self.store(qkv, step, index)
         cache, place = step.cache.part(index)
-        q = self.rope(qkv, step.tables[self.kind], step.positions, cache, place, step.slots)
         return self.attention(q, cache, place, step.work[self.kind], self.scale, self.cap, self.sinks)
+
+    def store(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
+        """Store K and V of the step's tokens. Return Q, normalised and rotated."""
+        cache, place = step.cache.part(index)
+        return self.rope(qkv, step.tables[self.kind], step.positions, cache, place, step.slots)
 
 
 class CpuOperations:

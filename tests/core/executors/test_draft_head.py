@@ -313,7 +313,7 @@ def test_weights_that_do_not_fit(llama: str, tmp_path: Path, tensors: Any, error
 
 
 def test_models_that_do_not_fit(llama: str, eagle3: str) -> None:
-    with pytest.raises(ConfigError, match=r"no multi-token prediction layers.*MiMoForCausalLM"):
+    with pytest.raises(ConfigError, match=r"no multi-token prediction layer; .*MiMoForCausalLM"):
         LocalExecutor(config_of(llama, "mtp"))
     with pytest.raises(ConfigError, match="method 'eagle3' needs the C kernels"):
         LocalExecutor(config_of(llama, "eagle3", eagle3, cpu_kernels="torch"))
