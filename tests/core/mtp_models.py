@@ -37,11 +37,11 @@ FAMILIES = {
 class MtpModel:
     """transformers' model, and a layer for multi-token prediction."""
 
-    def __init__(self, family: Family, share: float | None = None) -> None:
+    def __init__(self, family: Family, share: float | None = None, **settings: Any) -> None:
         """Make a random layer. share: of what layers add to the hidden states; then the layer knows what the model
         makes of a token without its layers, and is right as often as they change nothing.
         """
-        self.family, self.model = family, build(family.case)
+        self.family, self.model = family, build(family.case, **settings)
         base = self.model.model
         self.layer = copy.deepcopy(base.layers[family.layer])
         generator = torch.Generator().manual_seed(5)

@@ -13,6 +13,7 @@ import pytest
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
+from core.scheduling.stats import SchedulerStats
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ from tests.core.draft_heads import (
     write,
     write_eagle3,
 )
+from tests.core.mtp_models import FAMILIES, MtpModel
 from tests.core.runner.heard import Heard
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, tokenizer_files
 from tests.resolved import resolved_config
@@ -163,9 +165,30 @@ PAIRS = [
 
 @pytest.mark.parametrize(("method", "crowd"), PAIRS)
 def test_nothing_differs(folders: Folders, method: str, crowd: str) -> None:
-    model = folders.mimo if method == "mtp" else folders.llama
+    compare(folders, folders.mimo if method == "mtp" else folders.llama, method, crowd)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+@pytest.mark.parametrize(
+    "crowd",
+    [
+        pytest.param(crowd, marks=[] if crowd == "preempted" else pytest.mark.soak)
+        for crowd in CROWDED
+        if crowd != "swapped"
+    ],
+)
+def test_nothing_differs_with_recurrent_layers(folders: Folders, crowd: str, tmp_path: Path) -> None:
+    """States are not swapped: a preempted request is computed again."""
+    model = MtpModel(FAMILIES["qwen3.5"], 0.01, vocab_size=VOCAB_SIZE, eos_token_id=EOS).write(tmp_path)
+    blocks = {"num_blocks_override": 36} if crowd == "preempted" else {}  # beams share no blocks here
+    stats = compare(folders, model, "mtp", crowd, **blocks)
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def compare(folders: Folders, model: str, method: str, crowd: str, **options: Any) -> SchedulerStats:
+    """Compare all answers with those without drafts and crowd; return the statistics with both."""
     wanted = plain(folders, model)
-    got, engine = run(folders.config(method, model, **CROWDED[crowd]), crowd)
+    got, engine = run(folders.config(method, model, **{**CROWDED[crowd], **options}), crowd)
     stats = engine.scheduler.stats
     assert stats.num_draft_tokens > 0
     assert (stats.num_preemptions > 0) == (crowd in ("preempted", "swapped"))
@@ -183,3 +206,4 @@ def test_nothing_differs(folders: Folders, method: str, crowd: str) -> None:
         other = got.logprobs[choice]
         for name in vars(logprobs):
             assert repr(getattr(other, name)) == repr(getattr(logprobs, name)), name
+    return stats
