@@ -401,10 +401,8 @@ class Batch:
 
     def take_carried(self) -> Carried:
         """Return what the plan being finished carries. Later changes go into the next plan."""
-        if (carried := self.carried) or self.kept_states is not None:
+        if carried := self.carried:
             self.carried = Carried()
-        if self.kept_states is not None:
-            self.kept_states.keep(self.in_flight[-1][1], self.carried)
         self.host_cache.end_plan()
         return carried
 

@@ -1,16 +1,35 @@
 """KeptStates: recurrent states at the ends of blocks, from which later requests with the same tokens can continue.
 
 Like a block's K and V, a state is a function of the tokens before it. So it is identified by the number of the block's
-content (core/kv/block_names.py), which is never reused. The slots of the states come after those of the rows. The least
-recently used state is replaced by a new one.
+content (core/kv/block_names.py), which is never reused. The slots of the states come after those of the rows.
+
+A step stores states while it computes a prompt, at these places, each the end of a block:
+
+- where the prompt leaves what the prefix cache knows: other prompts have the same beginning;
+- at the prompt's last whole block, where the conversation's next turn continues;
+- at places where a later prompt may leave this one: one block before the last whole one, because chat templates often
+  end a prompt with tokens that the next turn does not repeat, and at multiples of a distance that depends only on the
+  prompt's length. These are guesses.
+
+If no slot is free, a new state replaces the least recently used one. Guesses have at most half of the slots, so one
+long prompt does not replace the states of all others. A guess from which a request has started is no guess any more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from core.batch.carried import Carried
 from core.batch.table import BatchTable, RequestStart
-from core.kv.block_names import BlockNames
-from ipc.tables.arrays import Int32s, Rows
+from core.execution.plan import SavedStates
+from core.execution.state_slots import MOST_GUESSES
+from core.kv.block_names import UNNAMED, BlockNames
+from ipc.tables.arrays import Int32s, Ints, Rows
+
+#: A state after fewer tokens is not kept: to compute these again costs about as much as a step.
+LEAST_TOKENS = 64
+#: The least distance of two guesses, in tokens.
+_LEAST_DISTANCE = 128
 
 
 class KeptStates:
@@ -21,6 +40,8 @@ class KeptStates:
         self._table, self._names = table, names
         self._free = list(range(num_rows + num_slots - 1, num_rows - 1, -1))
         self._slots: dict[int, int] = {}
+        self._guesses: dict[int, None] = {}  # contents in _slots that are guesses, oldest first
+        self._most_guesses = num_slots // 2
 
     def __len__(self) -> int:
         """Return the number of states."""
@@ -37,26 +58,87 @@ class KeptStates:
             if start.num_hits:
                 content = int(self._names.content[start.hits[-1]])
                 slot = self._slots[content] = self._slots.pop(content)  # moves it to the end: the most recent one
+                self._guesses.pop(content, None)
                 carried.states.add(slot, start.request.row)
 
-    def keep(self, rows: Rows, carried: Carried) -> None:
-        """Keep the states that the last plan left in these rows at the end of a block of their prompts.
+    def save(self, rows: Rows, counts: Ints) -> SavedStates | None:
+        """Choose the states that the step being planned stores, and return them; None: it stores none.
 
-        carried: the next plan's. At that point the rows' states are those after the last plan.
+        rows [R]: the plan's. counts [R]: known tokens that they compute in the step, already counted as computed. Later
+        plans may start requests with these states; a state that this plan copies is read before the step writes.
         """
-        table = self._table
-        ends = table.num_computed_tokens[rows]
-        named = table.num_named_blocks[rows] * self._names.block_size
-        for row in rows[(ends == named) & (ends <= table.num_prompt_tokens[rows])].tolist():
-            content = int(table.content[row])
-            if content in self._slots:
-                self._slots[content] = self._slots.pop(content)
-                continue
-            slot = self._free.pop() if self._free else self._slots.pop(next(iter(self._slots)))
-            self._slots[content] = slot
-            carried.states.add(row, slot)
+        table, saved = self._table, list[tuple[int, int, int]]()
+        begins = table.num_computed_tokens[rows] - counts
+        for index in np.flatnonzero(begins < table.num_prompt_tokens[rows] - 1).tolist():
+            row, begin = int(rows[index]), int(begins[index])
+            for place, is_guess in self._places(row, begin, begin + int(counts[index])):
+                slot = self._slot_of(self._content(row, place), is_guess)
+                if slot is not None:
+                    saved.append((index, place - begin, slot))
+        if not saved:
+            return None
+        latest = {slot: (index, after) for index, after, slot in saved}  # few slots: a later state replaces it
+        return SavedStates(*np.array([(*where, slot) for slot, where in latest.items()], np.int32).T.copy())
+
+    def _places(self, row: int, begin: int, end: int) -> Iterator[tuple[int, bool]]:
+        """Yield the places after `begin`, up to `end`, where the row's prompt has a state; and whether it is a guess.
+
+        A place is a number of tokens.
+        """
+        size, request = self._names.block_size, self._table.request[row]
+        assert request is not None, f"row {row} is free"
+        length = int(self._table.num_prompt_tokens[row])
+        last, known = (length - 1) // size * size, request.known_end
+        places: dict[int, bool] = {}
+        if self._most_guesses:
+            distance = max(size, _LEAST_DISTANCE)
+            while length > distance * min(self._most_guesses, MOST_GUESSES):
+                distance *= 2
+            first = (begin // distance + 1) * distance
+            guesses = range(first, min(end, last - LEAST_TOKENS) + 1, distance)
+            places = dict.fromkeys((place for place in guesses if abs(place - known) >= LEAST_TOKENS), True)
+            places[last - size] = True
+        places |= {known: False, last: False}
+        return ((at, places[at]) for at in sorted(places) if begin < at <= end and LEAST_TOKENS <= at <= last)
+
+    def _content(self, row: int, place: int) -> int:
+        """Return the number of the content of the row's first `place` tokens, whole blocks; UNNAMED: it has none."""
+        table, count = self._table, place // self._names.block_size
+        block = table.blocks.read(row, count - 1, count)
+        if content := int(self._names.content[block][0]):
+            return content
+        request = table.request[row]  # another block has the content, because both were computed
+        assert request is not None, f"row {row} is free"
+        token_ids = table.tokens.read(row, 0, place).reshape(count, -1)
+        found, content = self._names.find(request.root, token_ids, request.block_hashes[:count])
+        return content if len(found) == count else UNNAMED
+
+    def _slot_of(self, content: int, is_guess: bool) -> int | None:
+        """Return a slot for the state of a content; None if it is kept already, or if the content has no name."""
+        if content == UNNAMED:
+            return None
+        if content in self._slots:
+            self._slots[content] = self._slots.pop(content)
+            if not is_guess:
+                self._guesses.pop(content, None)
+            return None
+        if is_guess and len(self._guesses) >= self._most_guesses:
+            slot = self._drop(next(iter(self._guesses)))
+        else:
+            slot = self._free.pop() if self._free else self._drop(next(iter(self._slots)))
+        self._slots[content] = slot
+        if is_guess:
+            self._guesses[content] = None
+        return slot
+
+    def _drop(self, content: int) -> int:
+        """Forget the state of a content, and return its slot."""
+        self._guesses.pop(content, None)
+        return self._slots.pop(content)
 
     def check_integrity(self) -> None:
-        """Check that no slot has two states. Errors: AssertionError."""
+        """Check that no slot has two states, and that guesses have states. Errors: AssertionError."""
         slots = [*self._slots.values(), *self._free]
         assert len(slots) == len(dict.fromkeys(slots)), f"slots of states: {slots}"
+        assert self._guesses.keys() <= self._slots.keys(), f"guesses without states: {self._guesses}"
+        assert len(self._guesses) <= self._most_guesses, f"{len(self._guesses)} guesses"

@@ -46,10 +46,10 @@ class PrefixCache:
             if not have:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
-    def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
+    def find(self, request: Request) -> tuple[Int32s, int]:
         """Return the usable blocks with the waiting request's first tokens, and the last one's content number.
 
-        needs_state: with recurrent layers, the state after the last block must be kept.
+        With recurrent layers, the state after the last block must be kept.
         """
         if request.first_key not in self._names.block_of_key:
             return NO_INT32S, request.root
@@ -57,7 +57,8 @@ class PrefixCache:
         if self.kept_states is None and not self._names.beside:
             return blocks, content
         count = len(blocks)
-        if self.kept_states is not None and needs_state:
+        if self.kept_states is not None:
+            request.known_end = count * self.block_size
             count = self.kept_states.reachable(blocks)
         if count and self._names.beside:
             count = self._num_usable(request, blocks, content)

@@ -67,7 +67,7 @@ class Request(msgspec.Struct, eq=False):
     has_started: bool = False
     is_finished: bool = False
     awaits: int = 0  # ticket of the blocks that it waits for, from a store beyond the host; 0 = none
-    known_end: int = 0  # for a model with recurrent layers; see core/scheduling/state_ends.py
+    known_end: int = 0  # with recurrent layers: first tokens that were in the cache; see core/batch/kept_states.py
     has_asked: bool = False  # it has asked for such blocks and got an answer
     #: Derived from `params`, and stored because a start looks at them several times:
     sampling: SamplingParams | None = None  # the parameters for its tokens; None for a pooling request

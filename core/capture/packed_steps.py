@@ -67,6 +67,7 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
         or plan.swapped_out_blocks.size
         or plan.swapped_in_blocks.size
         or plan.others
+        or plan.saved_rows.size
     )
 
 

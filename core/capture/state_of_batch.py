@@ -39,14 +39,13 @@ from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.beams.beam_searches import BeamSearches
 from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import BlockExchange
-from core.scheduling.state_ends import StateEnds
 from core.scheduling.whole_features import WholeFeatures
 from ipc.tables.arrays import Bools, Int32s, Ints, UInt64s
 from ipc.tables.paged_rows import PagedRows
 from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 
 _Blocks = list[Annotated[NDArray[np.generic], 2]]
-_LIMITS = (AdapterSlots, GroupRows, StateEnds, WholeFeatures)
+_LIMITS = (AdapterSlots, GroupRows, WholeFeatures)
 _ON_RELEASE = Callback(((BeamSearches, "_on_release"), *((kind, "give_back") for kind in _LIMITS)))
 
 FIELDS: dict[type, dict[Any, str]] = {
@@ -115,6 +114,8 @@ FIELDS: dict[type, dict[Any, str]] = {
         BlockNames: "_names",
         list[int]: "_free",
         dict[int, int]: "_slots",
+        dict[int, None]: "_guesses",
+        int: "_most_guesses",
     },
     PrefixCache: {
         int: "block_size _shift _num_pages",

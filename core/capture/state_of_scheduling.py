@@ -43,7 +43,6 @@ from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, RunningRows
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.speculation import Speculation
-from core.scheduling.state_ends import StateEnds
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.store_queue import StoreQueue, _Unstored
 from core.scheduling.virtual_time import VirtualTime
@@ -57,8 +56,8 @@ from ipc.wire.pooling_messages import Pooled
 from ipc.wire.weights_messages import WeightsMark
 
 _Policy = Fcfs | Fair
-_Limit = AdapterSlots | GroupRows | StateEnds | WholeFeatures
-_Cut = Callback(((StateEnds, "cut"), (WholeFeatures, "cut")))
+_Limit = AdapterSlots | GroupRows | WholeFeatures
+_Cut = Callback(((WholeFeatures, "cut"),))
 
 FIELDS: dict[type, dict[Any, str]] = {
     Scheduler: {
@@ -266,7 +265,6 @@ FIELDS: dict[type, dict[Any, str]] = {
         OfferedDrafts: "offered",
         list[NgramProposer | SuffixProposer]: "proposers",
     },
-    StateEnds: {Batch: "_batch"},
     StoreQueue: {
         HostCache: "_host",
         list[_Unstored]: "_kinds",

@@ -5,7 +5,7 @@ may run in another process, and several steps behind the scheduler.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,6 +66,14 @@ class RowBlocks(msgspec.Struct, frozen=True, array_like=True):
     ids: Int32s  # [n]
 
 
+class SavedStates(NamedTuple):
+    """Recurrent states that a step stores while it computes prompts, for later requests."""
+
+    rows: Int32s  # [v] index in the plan's rows
+    after: Int32s  # [v] number of the row's tokens of the step that are in the state, > 0
+    slots: Int32s  # [v] where it is stored; slots are numbered after the rows, and none is there twice
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 
@@ -99,6 +107,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: New blocks of each further kind of layer (core/models/layers/cache_pages.py), of running and starting rows. 0
     #: stands for tokens that the kind's window has passed. Empty: no row gets any.
     others: list[RowBlocks] = []
+    #: The fields of SavedStates. The states are those of this step, and no other row of the plan uses them.
+    saved_rows: Int32s = NO_INT32S
+    saved_after: Int32s = NO_INT32S
+    saved_slots: Int32s = NO_INT32S
     #: How many leading blocks all running rows have in common, the same blocks in the same places. It follows from the
     #: blocks above. An executor may read these once for all rows. 0 for a model with a window in any layer.
     num_common_prefix_blocks: int = 0
@@ -203,7 +215,7 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _COMMON = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COMMON = map(
     SchedulerOutput.__struct_fields__.index,
     (
         "num_draft_tokens",
@@ -213,6 +225,7 @@ _DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _COMMON = ma
         "features",
         "copied_states",
         "others",
+        "saved_rows",
         "num_common_prefix_blocks",
     ),
 )
@@ -245,8 +258,8 @@ def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack. Equal plans give equal bytes.
 
     Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
-    drafts, copies, pooling, adapters, features and whether they are whole, states, blocks of further kinds of layers,
-    common blocks, and newer sampling parameters.
+    drafts, copies, pooling, adapters, features and whether they are whole, copied states, blocks of further kinds of
+    layers, saved states, common blocks, and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]
@@ -254,7 +267,7 @@ def encode_fields(fields: list[Any]) -> bytes:
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
-    for first in (_COMMON, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+    for first in (_COMMON, _SAVED, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
         if fields[first]:
             break
         fields = fields[:first]

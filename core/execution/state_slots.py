@@ -2,8 +2,10 @@
 
 from ipc.options.config import EngineConfig
 
-#: The most states kept per row.
+#: The most states kept per row, in addition to those at places where a later prompt may leave an earlier one.
 _EACH = 4
+#: The most such places of a prompt (core/batch/kept_states.py).
+MOST_GUESSES = 64
 #: The most drafts in a step. The state before each is kept until the step's tokens are known.
 _MOST_DRAFTS = 32
 
@@ -16,7 +18,7 @@ def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
     if not state_bytes or not config.enable_prefix_caching or config.kv_cache_memory_bytes is None:
         return 0
     left = config.kv_cache_memory_bytes // 2 // state_bytes - config.max_num_seqs
-    return max(0, min(left - num_draft_states(config, state_bytes), _EACH * config.max_num_seqs))
+    return max(0, min(left - num_draft_states(config, state_bytes), _EACH * config.max_num_seqs + 2 * MOST_GUESSES))
 
 
 def num_draft_states(config: EngineConfig, state_bytes: int) -> int:

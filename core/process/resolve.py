@@ -210,8 +210,7 @@ def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_bloc
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
     """Return the config of a model with recurrent layers, with a max_num_seqs whose states fit half of memory_bytes.
 
-    At least a quarter of the states are kept for later requests, if there is a prefix cache. There is none without
-    chunked prefill, because a prompt is cut where a state is kept.
+    At least a quarter of the states are kept for later requests, if there is a prefix cache.
     memory_bytes: for states and KV blocks together.
 
     Errors: ConfigError for an option that the model does not support, with what to leave out. OutOfMemoryError if there
@@ -245,7 +244,7 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             f"sixteenth of kv_cache_memory_bytes={memory_bytes} is too small for one: set it to at least "
             f"{16 * info.state_bytes}, or leave speculative_config out"
         )
-    num_kept = fitting // 4 if config.enable_prefix_caching and config.enable_chunked_prefill else 0
+    num_kept = fitting // 4 if config.enable_prefix_caching else 0
     most = fitting - num_kept - num_drafts
     return msgspec.structs.replace(
         config, enable_prefix_caching=num_kept > 0, max_num_seqs=min(config.max_num_seqs, most)

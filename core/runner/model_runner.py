@@ -287,7 +287,7 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         self.apply_blocks(plan)
         if self._states is not None:
-            self._states.copy(plan)
+            self._states.begin(plan)
         if self.drafter is not None:
             self.drafter.apply(plan)
         for row in plan.removed_rows.tolist():

@@ -26,25 +26,32 @@ class RowStates:
         self._spare: Ints = np.arange(len(states) - num_spare, len(states))
         self._saved = NO_INTS  # [S] where the state before the draft after each sample is stored; -1: no draft
         self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation and rows of the last step's inputs
+        self._plan: SchedulerOutput | None = None  # the step's, if it saves states
 
     @property
     def takes_drafts(self) -> bool:
         """Return whether steps may have drafts."""
         return len(self._spare) > 0
 
-    def copy(self, plan: SchedulerOutput) -> None:
-        """Copy the states that the plan copies, one after the other."""
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Copy the states that the plan copies, one after the other, and note those that its step saves."""
+        self._plan = plan if plan.saved_rows.size else None
         for source, target in zip(plan.copied_states.tolist(), plan.copied_states_to.tolist(), strict=True):
             self.states[self.places[target]] = self.states[self.places[source]]
 
     def of_step(self, inputs: StepInputs) -> StateRows:
         """Return where the states of a step's requests are stored, and where those before drafts go."""
         generation, rows = self._last
-        if rows is None or generation == ONCE or generation != inputs.generation:
+        if rows is None or generation == ONCE or generation != inputs.generation or self._plan is not None:
             firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
             saves = None if inputs.sample_offsets is None else self._save(inputs, inputs.sample_offsets)
+            if self._plan is not None:
+                if saves is None:
+                    saves = np.full(len(inputs.token_ids), -1)
+                tokens = firsts[self._plan.saved_rows] + self._plan.saved_after - 1
+                saves[tokens] = self.places[self._plan.saved_slots]
             rows = StateRows(self.states, self.places[inputs.rows], firsts, saves)
-            self._last = inputs.generation, rows
+            self._last = inputs.generation if self._plan is None else ONCE, rows
         return rows
 
     def _save(self, inputs: StepInputs, offsets: Ints) -> Ints:

@@ -8,7 +8,7 @@ from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.new_blocks import NewBlocks
 from core.batch.table import RequestStart
-from core.execution.plan import NewPooling, NewRow, RowBlocks, SchedulerOutput
+from core.execution.plan import NewPooling, NewRow, RowBlocks, SavedStates, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
@@ -51,6 +51,7 @@ class Draft:
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and got none
+        self.saved: SavedStates | None = None
         self.guessed: DraftTokens | None = None  # not counted in `counts`; its rows are in the order of `rows`
 
     def drop(self, row: int) -> None:
@@ -182,5 +183,8 @@ def finish_plan(
         copied_states=states,
         copied_states_to=states_to,
         others=[RowBlocks(column(rows), column(ids)) for rows, ids in others] if others else [],
+        saved_rows=NO_INT32S if draft.saved is None else draft.saved.rows,
+        saved_after=NO_INT32S if draft.saved is None else draft.saved.after,
+        saved_slots=NO_INT32S if draft.saved is None else draft.saved.slots,
         num_common_prefix_blocks=num_common_blocks,
     )

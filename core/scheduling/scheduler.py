@@ -13,6 +13,7 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
+from core.batch.kept_states import LEAST_TOKENS, KeptStates
 from core.batch.request import NO_ROW, Request
 from core.execution.executor import ModelInfo
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
@@ -33,7 +34,6 @@ from core.scheduling.policies import BuildPolicy, build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
-from core.scheduling.state_ends import keep_states
 from core.scheduling.stats import new_stats, statistics
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.weight_update import WeightUpdate
@@ -107,8 +107,9 @@ class Scheduler:
         num_slots = num_state_slots(config, state_bytes)
         assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
         if num_slots:
-            ends = keep_states(batch, self.admission.add_limit, config.max_num_seqs, num_slots)
-            self.cuts.append(ends.cut)
+            kept = KeptStates(self.table, self.pool.names, config.max_num_seqs, num_slots)
+            batch.kept_states = batch.prefix_cache.kept_states = kept
+            batch.forks.least_shared = LEAST_TOKENS + self.block_size
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -456,6 +457,8 @@ class Scheduler:
             self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, ends)
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
+        if self.batch.kept_states is not None:
+            draft.saved = self.batch.kept_states.save(rows, counts)
         carried = self.batch.take_carried()
         if draft.starts or carried.removed_rows:  # otherwise the same rows have the same first blocks
             self.num_common_blocks = self.batch.num_common_blocks()

@@ -24,6 +24,8 @@ BESIDE = {
     "draft_token_ids": "num_draft_tokens",
     "copied_to": "copied_blocks",
     "copied_states_to": "copied_states",
+    "saved_after": "saved_rows",
+    "saved_slots": "saved_rows",
 }
 BESIDE_OF_RESULT = {"draft_token_ids": "draft_counts"}
 

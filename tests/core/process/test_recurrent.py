@@ -42,9 +42,10 @@ def test_states_are_kept_in_what_is_left_of_half_of_it() -> None:
     config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16)
     assert config.num_blocks_override == (100_000 - 50_000) // 1600
     assert (config.max_num_seqs, num_state_slots(config, 1000)) == (16, 34)
-    assert num_state_slots(resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2), 1000) == 8
+    assert num_state_slots(resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2), 1000) == 48
+    assert num_state_slots(resolved(kv_cache_memory_bytes=1_000_000, max_num_seqs=2), 1000) == 4 * 2 + 2 * 64
     whole = for_recurrent_layers(EngineConfig(enable_chunked_prefill=False), INFO, 100_000)
-    assert not whole.enable_prefix_caching
+    assert whole.enable_prefix_caching
 
 
 def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
