@@ -319,7 +319,7 @@ class Batch:
             own = [start.others[other.number] for start in starts]
             other.table.begin_rows(rows, [one.num_passed for one in own], [one.block_ids for one in own])
         if self.kept_states is not None:
-            self.kept_states.begin(starts, self.carried)
+            self.kept_states.begin(starts, self.host_cache.names, self.carried)
         table, merged = self.table, np.concatenate([self.rows, rows])
         serials, ranks = table.serial[merged], table.rank[merged]
         if len(self.rows) and self._is_sorted(serials, ranks):

@@ -14,6 +14,7 @@ import numpy as np
 from core.batch.block_table import OtherKind
 from core.batch.carried import Carried
 from core.batch.host_beside import UNKNOWN, HostBeside, OtherReach, Reach
+from core.batch.kept_states import KeptStates
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.table import OtherStart, RequestStart
@@ -34,6 +35,7 @@ class CachedBlocks(Protocol):
     room: CacheRoom
     others: tuple[OtherKind, ...]
     carried: Carried
+    kept_states: KeptStates | None
 
 
 class HostCache:
@@ -174,8 +176,33 @@ class HostCache:
         """
         if self.beside:
             return self._find_usable(request, num_hits, content)
-        slots, content = self._find_named(request, num_hits, content)
-        return (slots, content) if len(slots) else (None, content)
+        slots, last = self._find_named(request, num_hits, content)
+        if (kept := self._batch.kept_states) is not None:
+            request.known_end = max(request.known_end, (num_hits + len(slots)) * self._batch.block_size)
+            slots = slots[: kept.reachable(self.names.content[slots])]
+            last = int(self.names.content[slots[-1]]) if len(slots) else content
+        return (slots, last) if len(slots) else (None, content)
+
+    def num_before_state(self, request: Request, contents: Ints) -> int | None:
+        """Return with how many of the cache's blocks, by their contents, a request should start to reach a state here.
+
+        The state is that after blocks of the host that follow. None: no state here is later than the cache's.
+
+        Usually it starts with all of them. But if another request has computed blocks again that the host also has,
+        because it had no state after them, they have other contents than the host's, and the host's follow fewer.
+        """
+        kept = self._batch.kept_states
+        assert kept is not None, "the model has no recurrent layers"
+        num_hits, size = len(contents), self._batch.block_size
+        slots, _ = self._find_named(request, num_hits, int(contents[-1]) if num_hits else request.root)
+        if kept.reachable(self.names.content[slots]):
+            return num_hits
+        slots, _ = self._find_named(request, 0, request.root)
+        own = self.names.content[slots]
+        request.known_end = max(request.known_end, len(own) * size)
+        same = own[:num_hits] == contents[: len(own)]
+        num_same = len(same) if same.all() else int(same.argmin())
+        return num_same if kept.reachable(own) > max(num_same, kept.reachable(contents)) else None
 
     def _find_named(self, request: Request, num_hits: int, content: int) -> tuple[Int32s, int]:
         size = self._batch.block_size

@@ -24,7 +24,7 @@ from core.batch.table import BatchTable, RequestStart
 from core.execution.plan import SavedStates
 from core.execution.state_slots import MOST_GUESSES
 from core.kv.block_names import UNNAMED, BlockNames
-from ipc.tables.arrays import Int32s, Ints, Rows
+from ipc.tables.arrays import Ints, Rows
 
 #: A state after fewer tokens is not kept: to compute these again costs about as much as a step.
 LEAST_TOKENS = 64
@@ -47,16 +47,18 @@ class KeptStates:
         """Return the number of states."""
         return len(self._slots)
 
-    def reachable(self, blocks: Int32s) -> int:
-        """Return how many of these blocks, the first of a request, end at the last one that has a state."""
-        contents = self._names.content[blocks].tolist()
-        return next((count for count in range(len(blocks), 0, -1) if contents[count - 1] in self._slots), 0)
+    def reachable(self, contents: Ints) -> int:
+        """Return how many of these consecutive contents of a request's blocks end at the last one that has a state."""
+        numbers = contents.tolist()
+        return next((count for count in range(len(numbers), 0, -1) if numbers[count - 1] in self._slots), 0)
 
-    def begin(self, starts: Sequence[RequestStart], carried: Carried) -> None:
-        """Copy the states after the first blocks of starting requests to their rows."""
+    def begin(self, starts: Sequence[RequestStart], host_names: BlockNames, carried: Carried) -> None:
+        """Copy the states after the first blocks of starting requests, of the cache or of the host, to their rows."""
         for start in starts:
-            if start.num_hits:
-                content = int(self._names.content[start.hits[-1]])
+            if start.num_hits or start.num_loaded:
+                content = int(self._names.content[start.hits[-1]]) if not start.num_loaded else 0
+                if start.host_slots is not None and start.num_loaded:
+                    content = int(host_names.content[start.host_slots[-1]])
                 slot = self._slots[content] = self._slots.pop(content)  # moves it to the end: the most recent one
                 self._guesses.pop(content, None)
                 carried.states.add(slot, start.request.row)

@@ -20,6 +20,12 @@ class HostReach(Protocol):
     def num_usable(self, request: Request, hits: Int32s, content: int) -> int:
         """Return how many of a waiting request's first blocks it can start with. hits: all that the cache has."""
 
+    def num_before_state(self, request: Request, contents: Ints) -> int | None:
+        """Return with how many of the cache's blocks, by their contents, a request should start to reach a state here.
+
+        None: no state here is later than the cache's.
+        """
+
 
 class PrefixCache:
     """Names the blocks of running rows and finds the blocks of waiting requests.
@@ -36,7 +42,7 @@ class PrefixCache:
         self._shift = self.block_size.bit_length() - 1  # block sizes are powers of two
         self.is_enabled = enabled
         self.kept_states: KeptStates | None = None  # for a model with recurrent layers
-        self.host: HostReach | None = None  # if it keeps blocks of further kinds of layers
+        self.host: HostReach | None = None  # with further kinds of layers, or recurrent ones
 
     def prepare(self, request: Request) -> None:
         """Hash the whole blocks of a request that will wait, once, because many steps may look it up."""
@@ -59,7 +65,9 @@ class PrefixCache:
         count = len(blocks)
         if self.kept_states is not None:
             request.known_end = count * self.block_size
-            count = self.kept_states.reachable(blocks)
+            contents = self._names.content[blocks]
+            before = None if self.host is None else self.host.num_before_state(request, contents)
+            count = self.kept_states.reachable(contents) if before is None else before
         if count and self._names.beside:
             count = self._num_usable(request, blocks, content)
         if count == len(blocks):

@@ -222,10 +222,6 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             "states of preempted requests can only be recomputed: use 'recompute'",
         ),
         **dict.fromkeys(config.kv_stores, (True, "its requests cannot take over KV blocks of others")),
-        "kv_host_bytes": (
-            bool(config.kv_host_bytes or config.num_host_blocks),
-            "its requests cannot take over KV blocks of others",
-        ),
         "distributed_executor_backend": (has_workers(config), "its states must be in the engine's process"),
     }
     for option, (is_wanted, reason) in wanted.items():

@@ -109,6 +109,7 @@ class Scheduler:
         if num_slots:
             kept = KeptStates(self.table, self.pool.names, config.max_num_seqs, num_slots)
             batch.kept_states = batch.prefix_cache.kept_states = kept
+            batch.prefix_cache.host = batch.host_cache if batch.host_cache.num_slots else None
             batch.forks.least_shared = LEAST_TOKENS + self.block_size
 
     # --- requests ------------------------------------------------------------------------------------------------

@@ -61,7 +61,6 @@ def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
     ("options", "message"),
     [
         ({"preemption_mode": "swap"}, "preemption_mode: tiny has recurrent layers.*use 'recompute'"),
-        ({"kv_host_bytes": 1 << 20}, "kv_host_bytes: tiny has recurrent layers"),
         ({"distributed_executor_backend": "mp"}, "distributed_executor_backend: tiny has recurrent layers"),
     ],
 )

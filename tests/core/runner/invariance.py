@@ -82,6 +82,7 @@ class Recorder(ModelRunner):
         num_spare = num_draft_states(config, 4 * model.config.state_size)
         num_states = config.max_num_seqs + num_state_slots(config, 4 * model.config.state_size) + num_spare
         states = model.allocate_states(num_states)
+        num_on_host = (config.num_swap_blocks or 0) + (config.num_host_blocks or 0)
         self._pages = config.kv_page_blocks or 0
         num_blocks = config.num_blocks_override * max(1, self._pages)
         super().__init__(
@@ -95,7 +96,7 @@ class Recorder(ModelRunner):
             adapters=adapters,
             features=features,
             states=None if states is None else RowStates(states, num_spare),
-            num_swap_blocks=config.num_swap_blocks or 0,
+            num_swap_blocks=num_on_host,
         )
         if states is not None:
             states.fill(np.nan)
@@ -106,7 +107,7 @@ class Recorder(ModelRunner):
         self.num_poisoned = 0  # slots that held numbers before
         self.places: list[tuple[int, int, int]] = []  # (row, place in the batch, batch size) of the target, by step
         self._is_poisoned = np.zeros((num_blocks, config.block_size), np.bool_)
-        self._copied_poison = np.ones((config.num_swap_blocks or 0, config.block_size), np.bool_)  # of host blocks
+        self._copied_poison = np.ones((num_on_host, config.block_size), np.bool_)  # of host blocks
         self._poison(np.arange(num_blocks) >= max(1, self._pages))
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -354,10 +355,12 @@ def small_config(
     memory: int | None = None,
     kv_page_blocks: int = 0,
     num_swap_blocks: int = 0,
+    num_host_blocks: int = 0,
 ) -> ResolvedConfig:
     return resolved_config(
         preemption_mode="swap" if num_swap_blocks else "recompute",
         num_swap_blocks=num_swap_blocks,
+        num_host_blocks=num_host_blocks,
         enable_lora=max_loras > 0,
         max_loras=max_loras or 1,
         executor="fake",  # 'local' knows no depth 2

@@ -118,6 +118,19 @@ def test_a_wrong_state_is_noticed(plan_field: str, monkeypatch: pytest.MonkeyPat
         assert difference(run(model, prompts[1], first=first), alone) == ""
 
 
+@pytest.mark.parametrize("num_cached", [0, 170])
+def test_a_prompt_starts_from_blocks_on_the_host(num_cached: int) -> None:
+    """Its blocks were evicted, its state was not. Another request has brought back some of the first num_cached."""
+    model, more = tiny_model(BFLOAT16, KIND), [3, 5, 7] * 8
+    crowd = [request(n, np.random.default_rng(n).integers(1, 500, 290).tolist(), 2, 0.0) for n in range(2, 5)]
+    back = [request(9, beginning(num_cached, 9, 20), 2, 0.0)] if num_cached else []
+    settings = {"rows": 1, "num_blocks": 30, "num_host_blocks": 100}
+    alone = run(model, PROMPT + more, prefix_caching=False)
+    got = run(model, PROMPT + more, first=[request(1, PROMPT, 2, 0.0), *crowd, *back], **settings)
+    assert difference(got, alone) == ""
+    assert got.recorder.scheduler.batch.host_cache.num_hits == 288 // 16  # the other has brought back 8
+
+
 def aba_probes(kind: str, count: int) -> int:
     """Prompt A, others, A again with another end, preempted at random; the number of bits that differ from A alone."""
     model, num_found = tiny_model(BFLOAT16, kind), 0
@@ -129,6 +142,8 @@ def aba_probes(kind: str, count: int) -> int:
         crowd = [request(n, beginning(int(rng.integers(280)), n, 40), 4, 0.7) for n in range(3, 7)]
         settings = {"rows": 4, "budget": int(rng.integers(40, 400)), "num_blocks": 70}
         settings["memory"] = memory(model, int(rng.integers(2, 24)), 4)
+        if seed % 2:
+            settings |= {"num_blocks": 40, "num_host_blocks": int(rng.integers(10, 60))}
         between = Preempting({int(step) for step in rng.integers(2, 12, 3)}, forgets=bool(seed % 3 == 0))
         alone = run(model, again, prefix_caching=False, max_tokens=6)
         got = run(model, again, first=first, between=between, max_tokens=6, **settings)
