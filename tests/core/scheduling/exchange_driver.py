@@ -15,6 +15,7 @@ from core.kv.orders import Fetch, Look, Order
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BesideContents, BlockStore
+from core.tiers.connector import Tier
 from core.tiers.portable_names import PortableNames
 from ipc.options.config import EngineConfig
 from ipc.wire.block_roots import root_of_message
@@ -46,7 +47,9 @@ class ExchangeDriver:
         assert self.exchange is not None
         pool = self.driver.scheduler.pool
         beside, evictions = BesideContents(pool.names) if pool.names.beside else None, self.exchange.evictions
-        self.store = BlockStore([self.folder], names, blocks, pool.names.content, evictions, beside=beside)
+        self.store = BlockStore(
+            [Tier("kv_dir", self.folder, is_near=True)], names, blocks, pool.names.content, evictions, beside=beside
+        )
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
         self.num_looks = 0
