@@ -1,8 +1,8 @@
 """Folders of tiny models with a layer for multi-token prediction, and its drafts by transformers' own layer.
 
 transformers has no code for these layers. They are one of the model's decoder layers, with an input and an output of
-their own, as in vLLM's qwen3_5_mtp.py, deepseek_mtp.py, glm4_moe_mtp.py and exaone_moe_mtp.py. No published checkpoint was
-tried: a layer that read another hidden state would guess worse, and change no token.
+their own, as in vLLM's qwen3_5_mtp.py, deepseek_mtp.py, glm4_moe_mtp.py and exaone_moe_mtp.py. No published checkpoint
+was tried: a layer that read another hidden state would guess worse, and change no token.
 """
 
 import copy

@@ -18,7 +18,7 @@ from core.engine import EngineCore
 from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
 from core.scheduling.block_exchange import MAX_WAIT_NS
-from core.tiers import block_folder
+from core.tiers import block_file
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import Abort, AddRequest, ResetPrefixCache
 from ipc.wire.scheduling_messages import Explain, Explanation, Reason
@@ -86,13 +86,13 @@ def test_a_block_that_is_evicted_while_it_is_read_is_not_written(
     ask(engine, prompt(0))
     assert engine.store.has_unsaved
     assert engine.exchange is not None
-    evictions, write = engine.exchange.evictions, block_folder.write_block
+    evictions, write = engine.exchange.evictions, block_file.write_block
 
     def evict(fd: int, name: bytes, parts: list[memoryview], key: bytes) -> None:
         write(fd, name, parts, key)
         evictions[:] += 1
 
-    monkeypatch.setattr(block_folder, "write_block", evict)
+    monkeypatch.setattr(block_file, "write_block", evict)
     while engine.store.has_unsaved:
         engine.store.save_one()
     assert os.listdir(tmp_path / "blocks") == []

@@ -349,6 +349,8 @@ def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         folder = tmp_path / "models" / "org--name" / "snapshots" / "master"
         library = tmp_path / "library" / "modelscope" / "hub"
         library.mkdir(parents=True)
+        for package in (library.parent, library):
+            (package / "__init__.py").touch()  # a folder without it comes after an installed package
         (library / "api.py").write_text(LIBRARY.format(files=files, folder=str(folder)))
         (library / "snapshot_download.py").write_text("from modelscope.hub.api import snapshot_download\n")
         monkeypatch.syspath_prepend(str(library.parent.parent))

@@ -345,7 +345,7 @@ OF_THE_DESIGN_NOTES: dict[str, tuple[object, dict[str, Any]]] = {
     "block_size": (32, {"block_size": 32}),
     "delay_factor": (0.5, {"scheduler_delay_factor": 0.5}),
     "device": ("cpu", {"device": "cpu"}),
-    "disable_cascade_attn": (True, {}),
+    "disable_cascade_attn": (True, {"disable_cascade_attn": True}),
     "distributed_executor_backend": ("mp", {"distributed_executor_backend": "mp"}),
     "enable_chunked_prefill": (False, {"enable_chunked_prefill": False}),
     "enable_lora": (True, {"enable_lora": True}),
