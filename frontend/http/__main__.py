@@ -24,7 +24,7 @@ from frontend.http.process.json_log import log_as_json
 from frontend.http.process.options import EXIT_CUT, READY, TURNED, WorkerStart
 from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
-from ipc.errors import EngineCoreError
+from ipc.errors import ConfigError, EngineCoreError
 from ipc.wire.pipes import FrameReader
 
 #: Seconds after which a thread that computes gives Python's lock to the loop, if the loop waits for it.
@@ -52,6 +52,9 @@ def main() -> int:
         return 1
     try:
         has_cut = uvloop.run(_serve(start, engine, lease, report, is_draining=is_draining))
+    except ConfigError as error:  # of the store of responses
+        _write(report, f"{error}\n".encode())
+        return 1
     finally:
         engine.close()
     return EXIT_CUT if has_cut else 0

@@ -17,6 +17,7 @@ from frontend.http.request import JSON, Request, Response
 from frontend.http.route import Access, Route
 from frontend.http.routes import ROUTES
 from frontend.http.service import MODEL_NOT_FOUND, Service
+from frontend.http.stored.runs import Follower
 from frontend.http.wire.exchange import Exchange, Message, Receive, Send
 
 _log = logging.getLogger("engine_core.http")
@@ -31,6 +32,11 @@ class App:
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
+        self._with_target: list[tuple[str, str, dict[str, Route]]] = []  # those with a part behind it first
+        for path, methods in sorted(self._methods.items(), key=lambda one: "{name}" not in one[0]):
+            head, named, tail = path.partition("{name}")
+            if named or (path.endswith("/") and len(path) > 1):
+                self._with_target.append((head, tail, methods))
         self._num_requests = 0  # being handled
         self._intake = Intake()
 
@@ -54,8 +60,10 @@ class App:
             state["body"].release()
         if isinstance(answer, Reply):
             await _until_end(answer, receive)
+        elif isinstance(answer, Follower):
+            await answer.write()
 
-    async def _result(self, request: Request, receive: Receive) -> Response | Reply | None:
+    async def _result(self, request: Request, receive: Receive) -> Response | Reply | Follower | None:
         """Return the answer to a request; None if its body does not arrive, or its peer has left."""
         try:
             self._judge(request)
@@ -86,7 +94,7 @@ class App:
             request.lease.end()
         return answer
 
-    async def _handle(self, row: Route, request: Request) -> Response | Reply:
+    async def _handle(self, row: Route, request: Request) -> Response | Reply | Follower:
         """Return the handler's answer, if the key's quota and the body's size allow it."""
         if row.method == "POST":
             request.lease = self._service.quotas.begin(request.key)
@@ -123,12 +131,12 @@ class App:
             _check_content_type(request)
             _check_encoding(request)
 
-    async def _answer(self, row: Route, request: Request) -> Response | Reply:
+    async def _answer(self, row: Route, request: Request) -> Response | Reply | Follower:
         """Return the handler's answer. An unknown model may be an adapter that was just loaded."""
         service = self._service
         await service.adapters.catch_up()
         try:
-            answer: Response | Reply = await row.handler(service, request)
+            answer: Response | Reply | Follower = await row.handler(service, request)
         except HttpError as error:
             before = service.adapters.names
             if error.code == MODEL_NOT_FOUND:
@@ -155,10 +163,10 @@ class App:
         return methods[method]
 
     def _prefixed(self, path: str) -> tuple[dict[str, Route] | None, str]:
-        """Return the routes whose path ends in "/" and begins this one, and the rest of it."""
-        for known, methods in self._methods.items():
-            if known.endswith("/") and len(known) > 1 and path.startswith(known) and len(path) > len(known):
-                return methods, path[len(known) :]
+        """Return the routes with a target that have this path, and the target."""
+        for head, tail, methods in self._with_target:
+            if path.startswith(head) and path.endswith(tail) and len(path) > len(head) + len(tail):
+                return methods, path[len(head) : len(path) - len(tail)]
         return None, ""
 
 

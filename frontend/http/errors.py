@@ -42,6 +42,7 @@ ERROR_TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
     504: "GatewayTimeoutError",
+    507: "InsufficientStorageError",
 }
 _FIELD = re.compile(r"[A-Za-z_]\w*(?=[\s=:\[]|$)")
 _NO_RETRY: Headers = [(b"x-should-retry", b"false")]

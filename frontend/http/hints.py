@@ -20,7 +20,7 @@ OTHER_PATHS = {
     "healthz": "/health",
     "health_generate": "/health",
 }
-_STORES_NOTHING = "nothing is stored here: send the whole history to /v1/responses or /v1/chat/completions"
+_STORES_NOTHING = "this is not stored here: send the whole history to /v1/responses or /v1/chat/completions"
 _FILES = "use `engine-core batch` for files of requests"
 _OWNERS = "the engine's owner does this with `engine-core control`, not over HTTP"
 _ADAPTERS = "the engine's owner loads adapters with `engine-core control`, not over HTTP"
@@ -34,7 +34,6 @@ ABSENT = {
     "uploads": _FILES,
     "batches": _FILES,
     "messages/batches": _FILES,
-    "responses": _STORES_NOTHING,
     "conversations": _STORES_NOTHING,
     "assistants": _STORES_NOTHING,
     "threads": _STORES_NOTHING,

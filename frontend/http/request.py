@@ -93,6 +93,7 @@ class Request:
         self.id = given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else new_id()
         self.answer_headers: Headers = [(b"x-request-id", self.id.encode())]
         self.body = b""
+        self.num_stored_bytes = 0  # of what is stored here and read with the body
         self.row: Route | None = None  # of the routing table
         self.key: Key | None = None
         self.lease: Lease | None = None  # of its key's quotas, once it is handled

@@ -11,15 +11,17 @@ from frontend.http.llama_cpp import llama_cpp
 from frontend.http.llama_cpp.llama_cpp_bodies import InfillBody, LlamaCppBody
 from frontend.http.ollama import ollama
 from frontend.http.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody
-from frontend.http.openai import chat, completions, embeddings, responses, scores
+from frontend.http.openai import chat, completions, embeddings, scores
 from frontend.http.openai.responses_bodies import ResponsesBody
 from frontend.http.pages import health, load, metrics, models, openapi, page
 from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response
 from frontend.http.route import Access, Route
 from frontend.http.service import Service
+from frontend.http.stored import responses
+from frontend.http.stored.runs import Follower
 
-_Handler = Callable[[Service, Request], Awaitable[Response | Reply]]
+_Handler = Callable[[Service, Request], Awaitable[Response | Reply | Follower]]
 _Row = tuple[str, str, _Handler, type[msgspec.Struct] | None]
 _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/api/chat", ollama.chat, OllamaChatBody),
@@ -47,6 +49,10 @@ ROUTES = (
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
     Route("POST", "/v1/completions", completions.create_completion, body=CompletionBody),
     Route("POST", "/v1/responses", responses.create_response, body=ResponsesBody),
+    Route("GET", "/v1/responses/", responses.get_response),
+    Route("DELETE", "/v1/responses/", responses.delete_response),
+    Route("GET", "/v1/responses/{name}/input_items", responses.list_input_items),
+    Route("POST", "/v1/responses/{name}/cancel", responses.cancel_response),
     Route("POST", "/v1/messages", messages.create_message, body=MessagesBody, error_body=messages.error_body),
     Route(
         "POST",

@@ -26,6 +26,8 @@ from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
+from frontend.http.stored.runs import Runs
+from frontend.http.stored.store import ResponseStore
 from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
@@ -60,10 +62,11 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """One HTTP server's side of one engine. Created in the event loop that it runs in."""
+    """One HTTP server's side of one engine. Created in the event loop that it runs in. store: None = none is kept."""
 
-    def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
+    def __init__(self, engine: EngineHandle, options: HttpOptions, store: ResponseStore | None = None) -> None:
         self.engine = engine
+        self.store, self.runs = store, Runs()
         self.options = options
         self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
         self.pump = Pump(engine.client, self.turns)
@@ -151,9 +154,10 @@ class Service:
 
     async def run(self, request: Request, work: Callable[[], _T], *, is_long: bool = False) -> _T:
         """Run `work` on the request's text: here, or on a thread if the text is long or takes long for its size."""
-        if len(request.body) <= _LONG_BODY_BYTES and not is_long:
+        size = len(request.body) + request.num_stored_bytes
+        if size <= _LONG_BODY_BYTES and not is_long:
             return work()
-        return await self.turns.run(_tenant(request), len(request.body), work)
+        return await self.turns.run(tenant_of(request), size, work)
 
     async def check_size(self, request: Request) -> None:
         """Check that a body can be decoded in a short time. Errors: HttpError 400."""
@@ -190,6 +194,7 @@ class Service:
 
     def close(self) -> None:
         """Stop background work."""
+        self.runs.close()
         self.pump.close()
         if self.spans is not None:
             self.spans.close()
@@ -224,7 +229,7 @@ class Service:
             params,
             [body.priority or 0] * len(prompts),
             request.deadline_s(),
-            tenant=_tenant(request),
+            tenant=tenant_of(request),
             add_special_tokens=add_special_tokens,
             is_shared=False,
             lora=request.adapter,
@@ -320,7 +325,8 @@ def _num_answers(params: SamplingParams) -> int:
     return max(params.n, params.best_of or 0) if params.use_beam_search else params.n
 
 
-def _tenant(request: Request) -> str:
+def tenant_of(request: Request) -> str:
+    """Return the name of the caller's key."""
     return "" if request.key is None else request.key.name
 
 

@@ -23,6 +23,8 @@ ALLOWED = {
     "frontend/http/openai/responses.py": "created_at",
     "frontend/http/pooling.py": "created",
     "frontend/http/service.py": "created",
+    "frontend/http/stored/responses.py": "created_at",
+    "frontend/http/stored/store.py": "the age of a stored response",
     "frontend/http/callers/spans.py": "a span's end",
     "frontend/text/chat_template.py": "today's date in a prompt",
     "ipc/records/receipt.py": "created",

@@ -20,6 +20,7 @@ from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.callers.keys import digest_of, read_keys
 from frontend.http.process.options import EXIT_CUT, HttpOptions
 from frontend.http.process.supervised_worker import SupervisedWorker
+from frontend.http.stored.store import MIN_STORE_BYTES, ResponseStore
 from frontend.http.wire.listen import UNIX, bind_http, close_http, is_loopback, is_unix, url_of
 from ipc.errors import ConfigError
 from ipc.keys.signing import SigningKey
@@ -121,6 +122,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "--access-log", action="store_true", help="write a line for each request at its end, on standard error"
     )
     add_receipt_key(group)
+    _add_store_options(group)
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there: http://HOST:4318/v1/traces"
     )
@@ -138,6 +140,18 @@ def _add_key_options(group: argparse._ArgumentGroup) -> None:
         help="prefer ENGINE_CORE_API_KEY: others can see arguments",
     )
     group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
+
+
+def _add_store_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--store", metavar="FILE", help="keep responses of /v1/responses in this file, which is not encrypted"
+    )
+    group.add_argument(
+        "--store-bytes", type=bytes_argument, metavar="BYTES", help="largest size of that file; default: 1G"
+    )
+    group.add_argument(
+        "--store-days", type=float, metavar="N", help="days for which a response is kept, 0 = without end; default: 30"
+    )
 
 
 def add_receipt_key(group: Any) -> None:
@@ -230,6 +244,14 @@ def read_receipt_key(path: str | None) -> str | None:
     return None if path is None else os.path.abspath(path)
 
 
+def read_store(path: str | None) -> str | None:
+    """Return the absolute path of a file of stored responses. Errors: ConfigError if it cannot be used."""
+    if path is None:
+        return None
+    ResponseStore(os.path.abspath(path), MIN_STORE_BYTES, 0).close()  # for its errors
+    return os.path.abspath(path)
+
+
 def _has_open_telemetry() -> bool:
     try:
         return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter") is not None
@@ -281,11 +303,13 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "access_log": parsed.access_log,
         "otlp_traces_endpoint": otlp_endpoint(parsed.otlp_traces_endpoint),
         "log_format": getattr(parsed, "log_format", "text"),
+        "store": read_store(parsed.store),
         "tool_call_parser": parsed.tool_call_parser,
         "reasoning_parser": parsed.reasoning_parser,
         **read_wire_options(parsed),
     }
-    for name, low in (("max_body_bytes", 1024), ("max_connections", 1), ("drain_timeout", 0)):
+    lows = {"max_body_bytes": 1024, "max_connections": 1, "drain_timeout": 0, "store_bytes": MIN_STORE_BYTES}
+    for name, low in {**lows, "store_days": 0}.items():
         if (value := getattr(parsed, name)) is not None:
             if not low <= value <= 2**40:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}; got {value}")

@@ -4,8 +4,8 @@ A field without a value is left out, because clients misread `tool_calls: null` 
 names that clients read.
 """
 
-import secrets
 import string
+from collections.abc import Callable
 
 from frontend.calls.delta import Delta, Kind, Message
 from frontend.http.request import new_id
@@ -17,17 +17,18 @@ Fields = dict[str, object]
 class CallIds:
     """The ids of one answer's calls. length: letters and digits that the model's template requires; None = any.
 
-    prefix: of ids of any length.
+    prefix: of ids of any length. draw: returns 32 hexadecimal digits, other ones each time.
     """
 
-    def __init__(self, length: int | None = None, prefix: str = "call_") -> None:
-        self._length, self._prefix = length, prefix
+    def __init__(self, length: int | None = None, prefix: str = "call_", *, draw: Callable[[], str] = new_id) -> None:
+        self._length, self._prefix, self._draw = length, prefix, draw
 
     def make(self) -> str:
         """Return a new id."""
         if self._length is None:
-            return f"{self._prefix}{new_id()[:24]}"
-        return "".join(secrets.choice(_LETTERS) for _ in range(self._length))
+            return f"{self._prefix}{self._draw()[:24]}"
+        number = int(self._draw(), 16)  # templates ask for 9 letters at most
+        return "".join(_LETTERS[number // len(_LETTERS) ** at % len(_LETTERS)] for at in range(self._length))
 
 
 def delta_fields(delta: Delta, ids: CallIds) -> Fields:

@@ -1,7 +1,7 @@
 """ResponseItems: the items of one answer of the Responses API, and the events that make them."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from frontend.calls.delta import Delta, Kind
@@ -31,10 +31,14 @@ class TokenText(NamedTuple):
 
 
 class ResponseItems:
-    """See the module's docstring. items: the items so far. scanner: None = all text is content. ids: of calls."""
+    """See the module's docstring. items: the items so far. scanner: None = all text is content. ids: of calls.
 
-    def __init__(self, scanner: Scanner | None, ids: CallIds) -> None:
+    draw: returns the random part of the next id.
+    """
+
+    def __init__(self, scanner: Scanner | None, ids: CallIds, draw: Callable[[], str] = new_id) -> None:
         self.items: list[Json] = []
+        self._draw = draw
         self._scanner, self._ids = scanner, ids
         self._text = ""  # of tokens with log probabilities, which is still to be read
         self._tokens = deque[TokenText]()  # that make it, and what follows
@@ -107,9 +111,9 @@ class ResponseItems:
     def _open_text(self, kind: Kind) -> list[Event]:
         item: Json = {"type": _PARTS[kind][0], "status": "in_progress"}
         if kind == Kind.CONTENT:
-            item |= {"id": f"msg_{new_id()}", "role": "assistant", "content": []}
+            item |= {"id": f"msg_{self._draw()}", "role": "assistant", "content": []}
         else:
-            item |= {"id": f"rs_{new_id()}", "summary": [], "content": []}
+            item |= {"id": f"rs_{self._draw()}", "summary": [], "content": []}
         events = self._open(kind, item)
         return [
             *events,
@@ -117,7 +121,7 @@ class ResponseItems:
         ]
 
     def _open_call(self, name: str) -> list[Event]:
-        fields = {"id": f"fc_{new_id()[:24]}", "call_id": self._ids.make(), "name": name, "arguments": ""}
+        fields = {"id": f"fc_{self._draw()[:24]}", "call_id": self._ids.make(), "name": name, "arguments": ""}
         return self._open(Kind.ARGUMENTS, {"type": "function_call", "status": "in_progress", **fields})
 
     def _open(self, kind: Kind, item: Json) -> list[Event]:

@@ -1,4 +1,4 @@
-"""/v1/responses: OpenAI's Responses API, stateless."""
+"""ResponsesFormat: the answers of OpenAI's Responses API."""
 
 import time
 from collections.abc import Sequence
@@ -6,46 +6,47 @@ from collections.abc import Sequence
 import msgspec
 
 from frontend.http.bodies import Json
-from frontend.http.chat_request import PreparedChat, prepare_chat
+from frontend.http.chat_request import PreparedChat
 from frontend.http.errors import HttpError
 from frontend.http.openai.chat_message import CallIds
 from frontend.http.openai.logprobs import chat_logprobs
 from frontend.http.openai.response_items import ResponseItems, TokenText
-from frontend.http.openai.responses_bodies import ResponsesBody, chat_of
-from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
-from frontend.http.replies.reply import Reply
+from frontend.http.openai.responses_bodies import ResponsesBody
+from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, StoredFormat, json_bytes
 from frontend.http.replies.thought_tokens import note_thoughts
 from frontend.http.replies.usage import Usage
-from frontend.http.request import Request, new_id
+from frontend.http.request import new_id
 from frontend.http.service import Service
+from frontend.http.stored.runs import Kept
 from frontend.results.outputs import CompletionOutput
 
-_decoder = msgspec.json.Decoder(ResponsesBody)
 #: Fields that an answer repeats from its request.
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p")
 
 
-async def create_response(service: Service, request: Request) -> Reply:
-    """Answer a request of OpenAI's Responses API."""
-    body = request.decode(_decoder)
-    name = service.check_model(request, body.model)
-    prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
-    return await service.submit(request, prepared.requests, ResponsesFormat(service, body, name, prepared))
+class ResponsesFormat(StoredFormat):
+    """Answers of /v1/responses: items of reasoning, text and calls, in the model's order.
 
-
-class ResponsesFormat:
-    """Answers of /v1/responses: items of reasoning, text and calls, in the model's order."""
+    kept: the response, if it is stored. The events of one in the background go to its run.
+    """
 
     stream_type = EVENT_STREAM
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, service: Service, body: ResponsesBody, name: str, prepared: PreparedChat) -> None:
+    def __init__(
+        self, service: Service, body: ResponsesBody, name: str, prepared: PreparedChat, *, kept: Kept | None = None
+    ) -> None:
+        self._kept, self._run = kept, None if kept is None else kept.run
+        self.is_stored, self.takes_each_token = kept is not None, self._run is not None
+        self._final: Json = {}
+        if self._run is not None:
+            self._run.begin()
         self._tokenizer, self._num_top = service.engine.tokenizer, body.top_logprobs or 0
         self._skips_special = prepared.requests[0].params.skip_special_tokens
         self._fields: Json = {
-            "id": f"resp_{new_id()}",
+            "id": f"resp_{new_id()}" if kept is None else kept.id,
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(time.time()) if kept is None else kept.created,
             "model": name,
             **{field: getattr(body, field) for field in _REPEATED},
             "metadata": body.metadata or {},
@@ -54,22 +55,34 @@ class ResponsesFormat:
             "tools": body.tools or [],
             "text": body.text or {"format": {"type": "text"}},
             "reasoning": body.reasoning or {"effort": None, "summary": None},
-            "previous_response_id": None,
-            "store": False,
-            "background": False,
+            "previous_response_id": body.previous_response_id,
+            "store": kept is not None,
+            "background": self._run is not None,
             "truncation": "disabled",
         }
         scanner = prepared.scanners[0] if prepared.scanners else None
-        self._items = ResponseItems(scanner, CallIds(prepared.id_length))
+        draw = new_id if kept is None else kept.draw
+        self._items = ResponseItems(scanner, CallIds(prepared.id_length, draw=draw), draw)
         self._thoughts = prepared.thoughts
         self._is_cut = False
         self._number = 2  # of the next event; those of opening() are 0 and 1
+        if self._run is not None:
+            for event in self._opening():
+                self._run.add(event)
+            self._run.snapshot = self._response("in_progress", None)
 
     def opening(self) -> bytes:
         """Return the beginning of the response."""
+        return b"".join(self._opening())
+
+    def _opening(self) -> list[bytes]:
         response = {**self._response("in_progress", None), "output": []}  # a first piece may already have been read
-        created = _event("response.created", 0, response=response)
-        return created + _event("response.in_progress", 1, response=response)
+        kinds = ("response.created", "response.in_progress")
+        return [_event(kind, number, response=response) for number, kind in enumerate(kinds)]
+
+    def begun(self) -> Json:
+        """Return the response before its first token."""
+        return self._response("queued", None)
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of the new text."""
@@ -79,7 +92,11 @@ class ResponsesFormat:
             thoughts.take(output.token_ids)
         if output.finish_reason is not None:
             note_thoughts(self._thoughts, usage)
-        return b"".join(self._event(kind, **fields) for kind, fields in events)
+        pieces = [self._event(kind, **fields) for kind, fields in events]
+        if self._run is not None:
+            for piece in pieces:
+                self._run.add(piece)
+        return b"".join(pieces)
 
     def _tokens(self, output: CompletionOutput) -> list[TokenText]:
         """Return the tokens with log probabilities, of which the last may have ended the answer."""
@@ -98,8 +115,34 @@ class ResponsesFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Return the end of the response."""
-        status = "incomplete" if self._is_cut else "completed"
-        return self._event(f"response.{status}", response=self._response(status, usage))
+        return self._last(self._ended(usage))
+
+    async def store(self) -> None:
+        """Store the response that closing() or whole() has made."""
+        assert self._kept is not None, "the response is not stored"
+        if self._run is None:
+            await self._kept.put(self._final)
+        else:
+            self._number -= 1  # closing() has made this event, which was not read
+            await self._run.finish(self._final, lambda: self._last(self._final))
+
+    def failed(self, error: HttpError) -> tuple[Json, bytes]:
+        """Return a response that has failed, and the last event of its stream."""
+        fields = error.fields()
+        shown = {"code": str(fields["code"]), "message": fields["message"]}
+        self._final = {**self._response("failed", None), "error": shown}
+        return self._final, self._last(self._final)
+
+    def cancelled(self) -> Json:
+        """Return a response that was cancelled."""
+        return self._response("cancelled", None)
+
+    def _ended(self, usage: Usage) -> Json:
+        self._final = self._response("incomplete" if self._is_cut else "completed", usage)
+        return self._final
+
+    def _last(self, response: Json) -> bytes:
+        return self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -110,7 +153,7 @@ class ResponsesFormat:
     def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self.piece(0, choices[0], usage)
-        return json_bytes(self._response("incomplete" if self._is_cut else "completed", usage))
+        return json_bytes(self._ended(usage))
 
     def _response(self, status: str, usage: Usage | None) -> Json:
         return {

@@ -1,8 +1,6 @@
-"""The body of OpenAI's Responses API, converted to our chat.
+"""The body of OpenAI's Responses API, converted to our chat."""
 
-Nothing is stored: each request sends its whole history.
-"""
-
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from frontend.http.bodies import ChatBody, ChatFields, Json, shared_fields
@@ -13,9 +11,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 #: Field -> what to do instead.
 _REFUSED = {
-    "previous_response_id": "nothing is stored here: send the earlier items in `input`",
-    "conversation": "nothing is stored here: send the earlier items in `input`",
-    "background": "leave it out, and stream",
+    "conversation": "send the earlier items in `input`, or the previous_response_id",
     "prompt": "send the text of the prompt",
     "max_tool_calls": "there are no built-in tools",
     "previous_response": "send the earlier items in `input`",
@@ -42,10 +38,15 @@ class ResponsesBody(ChatFields, kw_only=True):
     # Accepted, and without an effect on the answer.
     prompt_cache_retention: Any = None
 
+    seed: int | None = None  # one of the numbers; one is drawn for a response in the background
+
+    # What the store of responses keeps.
+    store: bool | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+
     # Refused by name.
-    previous_response_id: Any = None
     conversation: Any = None
-    background: Any = None
     prompt: Any = None
     max_tool_calls: Any = None
     previous_response: Any = None
@@ -58,8 +59,10 @@ def shows_logprobs(body: ResponsesBody) -> bool:
     return _LOGPROBS in (body.include or ())
 
 
-def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
+def chat_of(body: ResponsesBody, note: Note, history: Sequence[Json] = ()) -> ChatBody:
     """Return the chat that a body asks for. note: called with the parts of the history that are left out.
+
+    history: the items of the responses that it continues.
 
     Errors: HttpError 400 that names the field.
     """
@@ -72,7 +75,7 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
         raise HttpError(400, f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    for index, item in enumerate(items):
+    for index, item in enumerate([*history, *items], -len(history)):
         if is_hosted_item(item.get("type")):
             note(f"items of type {item['type']!r:.60}")
         else:
@@ -92,6 +95,22 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
     if isinstance(effort, str):
         chat.reasoning_effort = effort
     return chat
+
+
+def stored_items(body: ResponsesBody, draw: Callable[[], str]) -> list[Json]:
+    """Return the items of a body's input as they are stored, each with an id. draw: returns a new id."""
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    found = []
+    for item in items:
+        kind, content = item.get("type", "message"), item.get("content")
+        if kind == "message" and isinstance(content, str):
+            part = {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
+            is_answer = item.get("role") == "assistant"
+            content = [part if is_answer else {"type": "input_text", "text": content}]
+        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}.get(kind, "item")
+        own = {"content": content} if content is not None else {}
+        found.append({"id": f"{prefix}_{draw()}", "status": "completed", **item, "type": kind, **own})
+    return found
 
 
 def _add_item(messages: list[Json], item: Json, where: str) -> None:

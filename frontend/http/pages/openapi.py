@@ -52,8 +52,9 @@ def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, Any] = {}
     for route in routes:
-        takes_target = route.path.endswith("/") and len(route.path) > 1
-        path = f"{route.path}{{name}}" if takes_target else route.path
+        ends_in_target = route.path.endswith("/") and len(route.path) > 1
+        path = f"{route.path}{{name}}" if ends_in_target else route.path
+        takes_target = "{name}" in path
         operation: dict[str, Any] = {
             "summary": (route.handler.__doc__ or "").splitlines()[0],
             "responses": {"200": {"description": "the answer"}, "default": _error_of(route)},

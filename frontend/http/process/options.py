@@ -5,6 +5,7 @@ import msgspec
 from ipc.log_lines import LogFormat
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_STORE_BYTES = 1 << 30
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +35,9 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     access_log: bool = False  # a line for each request at its end
     log_format: LogFormat = "text"
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry spans; None = no spans
+    store: str | None = None  # path of the file that keeps responses; None = none are kept
+    store_bytes: int = DEFAULT_STORE_BYTES  # of that file
+    store_days: float = 30.0  # how long a response is kept; 0 = without end
     drain_timeout: float = 60.0  # seconds for running answers when the server ends
     hang_timeout: float = (
         5.0  # seconds after which /health may call the engine hung (frontend/engine/signs.py); 0 = never

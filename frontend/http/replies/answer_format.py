@@ -61,6 +61,18 @@ class EchoingFormat:
         return b""
 
 
+class StoredFormat:
+    """The base of an AnswerFormat whose answers may be stored. is_stored: whether this one is.
+
+    takes_each_token: piece() takes one token at a time, so that the events do not depend on how many arrive together.
+    """
+
+    is_stored = takes_each_token = False
+
+    async def store(self) -> None:
+        """Store the answer, after closing() or whole() and before their bytes are sent. Errors: HttpError."""
+
+
 class PromptSide(msgspec.Struct):
     """A prompt as an answer may show it."""
 

@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 
 from frontend.client.client import EngineClient
 from frontend.client.loop_receiver import LoopReceiver
 from frontend.client.news import News
-from frontend.http.replies.reply import HEAD_S, Part, Reply
+from frontend.http.replies.reply import HEAD_S, MAX_IN_LOOP, Part, Reply
 from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
@@ -85,16 +85,34 @@ class Pump:
         self.client.discard(numbers[:_DISCARDS_EACH_TURN])
         self._discard_more()
 
-    def make(self, reply: Reply, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
-        """Run `work` on a thread, then done() with its result, then flush the reply; see Owner."""
-        task = self._loop.create_task(self._make(reply, size, work, done))
+    def make(
+        self,
+        reply: Reply,
+        size: int,
+        work: Callable[[], bytes],
+        done: Callable[[bytes], None],
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Run `work` and `then`, call done() with the work's result, and flush the reply; see Owner."""
+
+        async def run() -> bytes:
+            key = reply.request.key
+            if size <= MAX_IN_LOOP:
+                made = work()
+            else:
+                made = await self._turns.run("" if key is None else key.name, size * _BYTES_OF_WORK, work)
+            if then is not None:
+                await then()
+            return made
+
+        task = self._loop.create_task(self._make(reply, run(), done))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _make(self, reply: Reply, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
-        key, made = reply.request.key, b""
+    async def _make(self, reply: Reply, making: Coroutine[None, None, bytes], done: Callable[[bytes], None]) -> None:
+        made = b""
         try:
-            made = await self._turns.run("" if key is None else key.name, size * _BYTES_OF_WORK, work)
+            made = await making
         except Exception as error:  # as in _run()
             _fail(reply, error)
         done(made)

@@ -6,7 +6,7 @@ journal, which is the buffer. Parts that take long to write are written on a thr
 that. A reply always ends through end().
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.http.errors import Headers, HttpError, http_error
 from frontend.http.holdings import MAX_LOGPROBS
-from frontend.http.replies.answer_format import AnswerFormat, EchoingFormat, PromptSide
+from frontend.http.replies.answer_format import AnswerFormat, EchoingFormat, PromptSide, StoredFormat
 from frontend.http.replies.text_frames import FramedFormat
 from frontend.http.replies.usage import Usage
 from frontend.http.request import JSON, Request
@@ -45,8 +45,16 @@ class Owner(Protocol):
     def wake(self) -> None:
         """Look for news of replies that were on hold."""
 
-    def make(self, reply: "Reply", size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
-        """Run `work` on a thread, then done() with its result in the event loop, then flush the reply.
+    def make(
+        self,
+        reply: "Reply",
+        size: int,
+        work: Callable[[], bytes],
+        done: Callable[[bytes], None],
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Run `work`, on a thread if it is long, and `then`; call done() with the work's result in the event loop, and
+        flush the reply.
 
         size: of the work, in the units of MAX_IN_LOOP.
         """
@@ -91,6 +99,12 @@ class Part:
         completion, reply = self._completions[choice], self.reply
         if completion.finished or reply.is_ended:
             return
+        if reply.takes_each_token and len(ids) > 1:
+            for token in ids[:-1]:
+                self.take(client, choice, [token], 0)
+            ids = ids[-1:]
+            if completion.finished or reply.is_ended:
+                return
         if not finish and (frames := reply.frames) is not None:
             text = frames.table[ids[0]] if len(ids) == 1 else frames.table.join(ids)
             if text is not None and completion.take_whole(ids):
@@ -209,6 +223,10 @@ class Reply:
         echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
         self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
         self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
+        stored = answer_format if isinstance(answer_format, StoredFormat) and answer_format.is_stored else None
+        self._store = None if stored is None else stored.store
+        self.takes_each_token = stored is not None and stored.takes_each_token
+        self._closing: bytes | None = None  # of a stream that is stored
         self.num_going = num_choices
         self._num_attached = 0  # choices
         self._num_choices = num_choices
@@ -257,6 +275,11 @@ class Reply:
         if self._failure is None:
             self._failure = http_error(error, max_model_len=self._max_model_len)
 
+    @property
+    def failure(self) -> HttpError | None:
+        """Return the error with which the reply ends."""
+        return self._failure
+
     def flush(self, now: float) -> None:
         """Write the end and pending parts, or leave the next part of a stream to send(). now: monotonic seconds."""
         if self.is_ended or self.full_since or self._is_incomplete:
@@ -264,14 +287,19 @@ class Reply:
         if self._failure is not None:
             self._write_failure(self._failure)
         elif self.is_streamed:
-            self._write_events(now)
+            if self._store is not None and not self.num_going and self._closing is None:
+                self._make(
+                    1, partial(self._format.closing, self.usage), partial(setattr, self, "_closing"), self._store
+                )
+            else:
+                self._write_events(now)
         elif not self.num_going:
             size = sum(part.size for part in self.parts)
             whole = partial(self._whole, tuple(self.parts))
-            if size <= MAX_IN_LOOP:
+            if size <= MAX_IN_LOOP and self._store is None:
                 self._end_whole(whole())
             else:
-                self._make(size, whole, self._end_whole)
+                self._make(size, whole, self._end_whole, self._store)
 
     def send(self, now: float) -> None:
         """Write the part that flush() has made. now: monotonic seconds."""
@@ -320,7 +348,13 @@ class Reply:
         """Return whether there are still requests to submit or pieces to make."""
         return self._num_attached < self._num_choices or self._num_making > 0
 
-    def _make(self, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+    def _make(
+        self,
+        size: int,
+        work: Callable[[], bytes],
+        done: Callable[[bytes], None],
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         assert self._owner is not None, "the reply has no pump"
         self._num_making += 1
         self._hold_parts(True)
@@ -331,9 +365,10 @@ class Reply:
                 return
             if not (self._num_making or self.full_since):
                 self._hold_parts(False)
-            done(made)
+            if self._failure is None:
+                done(made)
 
-        self._owner.make(self, size, work, end)
+        self._owner.make(self, size, work, end, then)
 
     def _whole(self, parts: Sequence[Part]) -> bytes:
         count = sum(part.num_logprobs for part in parts)
@@ -363,7 +398,7 @@ class Reply:
         pending.clear()
         is_last = not self.num_going
         if is_last:
-            body += self._format.closing(self.usage)
+            body += self._format.closing(self.usage) if self._closing is None else self._closing
         if not self._is_started:
             self.first_token_at = now
             body = self._begin_stream() + body

@@ -41,6 +41,27 @@ class Wire(Protocol):
         """Close the connection at once and drop waiting data."""
 
 
+class NoWire:
+    """A connection within the process, which is never full."""
+
+    is_full = is_chunked = False
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+
+    def write_raw(self, data: bytes) -> None:
+        """Write nothing: callers never use HTTP/1.0."""
+
+    def cork(self) -> None:
+        """Keep nothing: what is written goes to the caller at once."""
+
+    def uncork(self) -> None:
+        """Write nothing: nothing was kept."""
+
+    def abort(self) -> None:
+        """Do nothing: there is no connection."""
+
+
 class Exchange:
     """See the module's docstring.
 

@@ -4,7 +4,7 @@ import asyncio
 from typing import NamedTuple
 
 from frontend.http.app import App
-from frontend.http.wire.exchange import Exchange, Message
+from frontend.http.wire.exchange import Message, NoWire
 from frontend.http.wire.held_bodies import HeldBodies, HeldBody
 
 
@@ -16,27 +16,6 @@ class LocalAnswer(NamedTuple):
     body: bytes
 
 
-class LocalWire:
-    """A connection within the process, which is never full."""
-
-    is_full = is_chunked = False
-
-    def __init__(self) -> None:
-        self.exchange: Exchange | None = None
-
-    def write_raw(self, data: bytes) -> None:
-        """Write nothing: callers never use HTTP/1.0."""
-
-    def cork(self) -> None:
-        """Keep nothing: what is written goes to the caller at once."""
-
-    def uncork(self) -> None:
-        """Write nothing: nothing was kept."""
-
-    def abort(self) -> None:
-        """Do nothing: there is no connection."""
-
-
 class LocalCaller:
     """Calls one App, whose answers are the same as over HTTP."""
 
@@ -46,7 +25,7 @@ class LocalCaller:
 
     async def post(self, path: str, body: bytes) -> LocalAnswer:
         """Return the answer to a POST of JSON."""
-        wire, status, fields, parts = LocalWire(), 0, dict[bytes, bytes](), list[bytes]()
+        wire, status, fields, parts = NoWire(), 0, dict[bytes, bytes](), list[bytes]()
         ended, is_read = asyncio.Event(), False
 
         async def receive() -> Message:
@@ -74,7 +53,7 @@ class LocalCaller:
             raise
         return LocalAnswer(status, fields, b"".join(parts))
 
-    def _scope(self, path: str, wire: LocalWire) -> Message:
+    def _scope(self, path: str, wire: NoWire) -> Message:
         return {
             "type": "http",
             "http_version": "1.1",

@@ -21,6 +21,8 @@ from frontend.http.app import App
 from frontend.http.errors import HttpError
 from frontend.http.process.options import HttpOptions
 from frontend.http.service import Service
+from frontend.http.stored.background import resume
+from frontend.http.stored.store import ResponseStore
 from frontend.http.wire.exchange import Message, Receive, Send
 from frontend.http.wire.held_bodies import HeldBodies
 from frontend.http.wire.listen import close_http
@@ -41,7 +43,7 @@ _GC_THRESHOLDS = 5000, 2, 140
 
 class HttpServer:
     """One server on bound sockets, and the application behind its connections. Created in the event loop that it runs
-    in.
+    in. Errors: ConfigError for a store of responses that cannot be used.
     """
 
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
@@ -54,7 +56,8 @@ class HttpServer:
         self._state = ServerState()
         self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
-        self.service = Service(engine, options)
+        self._store = _open_store(options)
+        self.service = Service(engine, options, self._store)
         self._app = App(self.service)
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
@@ -64,14 +67,16 @@ class HttpServer:
     def adopt(self, engine: EngineHandle) -> None:
         """Serve this engine from now on, instead of one that is gone. Connections stay open."""
         self.service.close()
-        self.service = Service(engine, self._options)
+        self.service = Service(engine, self._options, self._store)
         self.service.standing.is_draining = self.is_draining
         self._app = App(self.service)
+        self._resuming = asyncio.get_running_loop().create_task(resume(self.service))
 
     async def serve(
         self, sockets: Sequence[socket.socket], on_ready: Callable[[], None], on_turn: Callable[[], None] = lambda: None
     ) -> None:
         """Serve until stop(), then end: see _end(). on_turn: called once a second, which shows that the loop turns."""
+        await resume(self.service)
         for one in sockets:
             self._listeners.append(await self._listen(one))
         gc.collect()
@@ -88,6 +93,8 @@ class HttpServer:
             await self._end(sockets, on_turn)
         finally:
             self.service.close()
+            if self._store is not None:
+                self._store.close()
 
     async def _listen(self, bound: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -159,6 +166,11 @@ class HttpServer:
         for connection in list(self._connections):
             connection.transport.abort()
         await asyncio.sleep(0)
+
+
+def _open_store(options: HttpOptions) -> ResponseStore | None:
+    """Return the store of responses that the options name. Errors: ConfigError."""
+    return None if options.store is None else ResponseStore(options.store, options.store_bytes, options.store_days)
 
 
 def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:

@@ -1,0 +1,173 @@
+"""/v1/responses: the handlers. Responses are stored if the server has a store (`--store FILE`)."""
+
+import secrets
+import time
+from collections.abc import Mapping
+from urllib.parse import parse_qs
+
+from frontend.http.bodies import Json
+from frontend.http.errors import HttpError, retry_after
+from frontend.http.openai.responses import ResponsesFormat
+from frontend.http.openai.responses_bodies import ResponsesBody, stored_items
+from frontend.http.replies.answer_format import json_bytes
+from frontend.http.replies.reply import Reply
+from frontend.http.request import Request, Response, new_id
+from frontend.http.service import Service, tenant_of
+from frontend.http.stored import background
+from frontend.http.stored.runs import Follower, Kept, Run
+from frontend.http.stored.store import RUNNING, Record, ResponseStore
+
+_DEFAULT_ITEMS, _MAX_ITEMS = 20, 100
+
+
+async def create_response(service: Service, request: Request) -> Reply | Response | Follower:
+    """Answer a request of OpenAI's Responses API."""
+    body = request.decode(background.decoder)
+    name = service.check_model(request, body.model)
+    kept = await _kept(service, request, body)
+    history = await _history(service, request, body)
+    is_streamed = bool(body.stream)
+    seed = None
+    if body.background:
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+    prepared = await background.prepare(service, request, body, seed, history)
+    if not body.background:
+        answer = ResponsesFormat(service, body, name, prepared, kept=kept)
+        return await service.submit(request, prepared.requests, answer)
+    assert kept is not None, "a background response is stored"
+    run = await background.begin(service, request, body, name, kept=kept, prepared=prepared)
+    return _followed(service, request, run, 0) if is_streamed else Response(json_bytes(run.snapshot))
+
+
+async def get_response(service: Service, request: Request) -> Response | Follower:
+    """Return a stored response, or the events of one in the background from `starting_after`."""
+    query = _query(request)
+    record = await _store(service).get(request.target, tenant_of(request))
+    if query.get("stream") != "true":
+        return Response(_shown(service, record))
+    if record.content.work is None or not record.content.work.is_streamed:
+        text = "only a response that was created with background: true and stream: true can be streamed again"
+        raise HttpError(400, text, param="stream")
+    begin = _number(query, "starting_after", -1, low=-1, high=2**53) + 1
+    run = service.runs.by_id.get(record.id)
+    if run is None and record.status == RUNNING:
+        raise HttpError(503, "the response is about to be taken up again", headers=retry_after(1000))
+    if run is None:
+        run = Run(_kept_of(service, record), record.content.work, {})
+        run.events = record.events
+        run.leave()
+    return _followed(service, request, run, begin)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    """Delete a stored response; one in the background is cancelled first."""
+    store, tenant = _store(service), tenant_of(request)
+    record = await store.get(request.target, tenant)
+    if record.status == RUNNING and (run := service.runs.by_id.get(record.id)) is not None:
+        await background.cancel(service, run)
+    await store.delete(record.id, tenant)
+    return Response(json_bytes({"id": record.id, "object": "response", "deleted": True}))
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    """Cancel a response in the background. One that has ended stays as it is."""
+    store, tenant = _store(service), tenant_of(request)
+    record = await store.get(request.target, tenant)
+    if record.content.work is None:
+        raise HttpError(400, "only a response with background: true can be cancelled")
+    if record.status == RUNNING and (run := service.runs.by_id.get(record.id)) is not None:
+        await background.cancel(service, run)
+        record = await store.get(record.id, tenant)
+    return Response(_shown(service, record))
+
+
+async def list_input_items(service: Service, request: Request) -> Response:
+    """List the items that a stored response was made from, those of the responses before it among them."""
+    query = _query(request)
+    store = _store(service)
+    limit = _number(query, "limit", _DEFAULT_ITEMS, low=1, high=_MAX_ITEMS)
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise HttpError(400, f"order must be asc or desc; got {order!r:.40}", param="order")
+    record = await store.get(request.target, tenant_of(request))
+    items = await store.inputs(record, service.options.max_body_bytes)
+    if order == "desc":
+        items.reverse()
+    if (after := query.get("after")) is not None:
+        at = next((at for at, item in enumerate(items) if item.get("id") == after), None)
+        if at is None:
+            raise HttpError(400, f"after: the response has no item {after!r:.80}", param="after")
+        items = items[at + 1 :]
+    page = items[:limit]
+    ids = (
+        {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {"first_id": None, "last_id": None}
+    )
+    return Response(json_bytes({"object": "list", "data": page, **ids, "has_more": len(items) > limit}))
+
+
+def _store(service: Service) -> ResponseStore:
+    if service.store is None:
+        raise HttpError(404, "nothing is stored here: the server was started without --store")
+    return service.store
+
+
+async def _kept(service: Service, request: Request, body: ResponsesBody) -> Kept | None:
+    """Return how this response is stored; None = it is not. Errors: HttpError 400, 507."""
+    if body.background:
+        background.store_of(service, "background")
+        if body.store is False:
+            raise HttpError(400, "background: true needs store: true", param="store")
+    store = service.store
+    if store is None or body.store is False:
+        return None
+    await store.check_room()
+    return Kept(
+        store,
+        f"resp_{new_id()}",
+        tenant_of(request),
+        created=int(time.time()),
+        previous=body.previous_response_id,
+        make_items=lambda: stored_items(body, new_id),
+    )
+
+
+async def _history(service: Service, request: Request, body: ResponsesBody) -> list[Json]:
+    """Return the items of the responses that this one continues. Errors: HttpError 400, 404, 500."""
+    if body.previous_response_id is None:
+        return []
+    return await background.history_of(service, request, body.previous_response_id)
+
+
+def _kept_of(service: Service, record: Record) -> Kept:
+    store = _store(service)
+    return Kept(store, record.id, record.tenant, created=record.created, previous=record.previous)
+
+
+def _shown(service: Service, record: Record) -> bytes:
+    """Return a stored response as it is now."""
+    run = service.runs.by_id.get(record.id)
+    if run is not None and record.status == RUNNING:
+        return json_bytes(run.snapshot)
+    return record.content.response
+
+
+def _followed(service: Service, request: Request, run: Run, begin: int) -> Follower:
+    return Follower(request, run, begin, lambda: service.note(request, Response(b"")))
+
+
+def _query(request: Request) -> Mapping[str, str]:
+    """Return the parameters of a request's query, the last of each name. Errors: HttpError 400."""
+    try:
+        found = parse_qs(request.query.decode("ascii"), keep_blank_values=True, max_num_fields=32)
+    except ValueError as error:
+        raise HttpError(400, f"the query cannot be read: {error}") from None
+    return {name: values[-1] for name, values in found.items()}
+
+
+def _number(query: Mapping[str, str], name: str, default: int, *, low: int, high: int) -> int:
+    text = query.get(name)
+    if text is None:
+        return default
+    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 17 or not low <= int(text) <= high:
+        raise HttpError(400, f"{name} must be a whole number from {low} to {high}; got {text!r:.40}", param=name)
+    return int(text)

@@ -1,0 +1,246 @@
+"""Stored responses: what is kept, for whom, and what continues it."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipc.files.model_files import resolve_model
+from tests.frontend.http.caller import Answer, Caller, serving, wait_for
+from tests.frontend.http.conftest import FAKE
+from tests.frontend.http.openai.test_responses import TOOL, events_of
+
+KEYS = {"alice": "secret-a", "bob": "secret-b"}
+ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in KEYS.values())
+DEMO = ("-m", str(resolve_model(None)), "--served-model-name", "demo")
+
+
+@pytest.fixture(scope="module")
+def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+    folder = tmp_path_factory.mktemp("store")
+    lines = [f"{name} {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
+    (folder / "keys").write_text("\n".join(lines))
+    options = ("--store", str(folder / "store.db"), "--api-key-file", str(folder / "keys"))
+    with serving(*FAKE, *DEMO, *options) as caller:
+        yield caller
+
+
+def create(caller: Caller, headers: dict[str, str] = ALICE, **fields: Any) -> Any:
+    body = {"input": "Hi", "max_output_tokens": 8, "seed": 5, **fields}
+    answer = caller.post("/v1/responses", body, headers)
+    assert answer.status == 200, answer.body
+    return events_of(answer)[-1]["response"] if fields.get("stream") else answer.json
+
+
+def texts(items: list[Any]) -> list[str]:
+    return [part["text"] for item in items for part in item.get("content") or []]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_kept_until_it_is_deleted(storing: Caller, stream: bool) -> None:
+    made = create(storing, stream=stream)
+    assert (made["store"], made["previous_response_id"]) == (True, None)
+    path = f"/v1/responses/{made['id']}"
+    assert storing.get(path, ALICE).json == made
+    for answer in (
+        storing.get(path, BOB),
+        storing.get(f"{path}/input_items", BOB),
+        storing.call("DELETE", path, None, BOB),
+    ):
+        assert (answer.status, answer.json["error"]["message"]) == (404, f"there is no response '{made['id']}'")
+    assert storing.call("DELETE", path, None, ALICE).json == {"id": made["id"], "object": "response", "deleted": True}
+    assert storing.get(path, ALICE).status == storing.call("DELETE", path, None, ALICE).status == 404
+
+
+def test_a_response_that_is_not_to_be_stored_is_not(storing: Caller) -> None:
+    made = create(storing, store=False)
+    assert made["store"] is False
+    assert storing.get(f"/v1/responses/{made['id']}", ALICE).status == 404
+
+
+def test_a_continued_response_is_that_of_the_whole_history(storing: Caller) -> None:
+    first = create(storing, instructions="Be brief.")
+    second = create(storing, input="And now?", previous_response_id=first["id"])
+    third = create(storing, input="More", previous_response_id=second["id"], stream=True, instructions="Sing.")
+    history = [
+        {"role": "user", "content": "Hi"},
+        *first["output"],
+        {"role": "user", "content": "And now?"},
+        *second["output"],
+        {"role": "user", "content": "More"},
+    ]
+    whole = create(storing, input=history, instructions="Sing.", store=False)
+    assert texts(third["output"]) == texts(whole["output"]) != texts(second["output"])
+    assert third["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    assert third["previous_response_id"] == second["id"]
+    # What later responses continue outlives its own deletion, for them alone.
+    assert storing.call("DELETE", f"/v1/responses/{first['id']}", None, ALICE).status == 200
+    again = create(storing, input="More", previous_response_id=second["id"], instructions="Sing.")
+    assert texts(again["output"]) == texts(third["output"])
+    for headers, response_id in ((ALICE, first["id"]), (BOB, second["id"]), (ALICE, "resp_none")):
+        body = {"input": "x", "previous_response_id": response_id}
+        answer = storing.post("/v1/responses", body, headers)
+        error = answer.json["error"]
+        assert (answer.status, error["param"]) == (400, "previous_response_id")
+        assert error["code"] == "previous_response_not_found"
+
+
+def test_the_items_of_the_input(storing: Caller) -> None:
+    first = create(storing, tools=[TOOL], tool_choice="required", max_output_tokens=80, parallel_tool_calls=False)
+    (call,) = first["output"]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    second = create(storing, input=[result, {"role": "user", "content": "So?"}], previous_response_id=first["id"])
+    path = f"/v1/responses/{second['id']}/input_items"
+    found = storing.get(f"{path}?order=asc", ALICE).json
+    assert [item["type"] for item in found["data"]] == ["message", "function_call", "function_call_output", "message"]
+    assert texts(found["data"]) == ["Hi", "So?"]
+    assert found["data"][1] == call
+    ids = [item["id"] for item in found["data"]]
+    assert len(set(ids)) == 4
+    assert (found["first_id"], found["last_id"], found["has_more"]) == (ids[0], ids[3], False)
+    page = storing.get(f"{path}?limit=2&after={ids[3]}", ALICE).json
+    assert ([item["id"] for item in page["data"]], page["has_more"]) == ([ids[2], ids[1]], True)
+    for query, param in (("limit=0", "limit"), ("order=up", "order"), ("after=x", "after"), ("limit=1e9", "limit")):
+        answer = storing.get(f"{path}?{query}", ALICE)
+        assert (answer.status, answer.json["error"]["param"]) == (400, param)
+
+
+def test_a_server_without_a_store_says_so(served: Caller) -> None:
+    made = served.post("/v1/responses", {"input": "Hi", "max_output_tokens": 2, "store": True}).json
+    assert made["store"] is False
+    answer = served.get(f"/v1/responses/{made['id']}")
+    assert (answer.status, answer.json["error"]["message"]) == (
+        404,
+        "nothing is stored here: the server was started without --store",
+    )
+    for field in ({"previous_response_id": made["id"]}, {"background": True}):
+        answer = served.post("/v1/responses", {"input": "Hi", **field})
+        assert (answer.status, answer.json["error"]["param"]) == (400, next(iter(field)))
+        assert "--store" in answer.json["error"]["message"]
+
+
+def ended(caller: Caller, response_id: str, headers: dict[str, str] | None = None) -> Any:
+    """Return a background response once it has ended."""
+    path = f"/v1/responses/{response_id}"
+    wait_for(lambda: caller.get(path, headers).json["status"] not in ("queued", "in_progress"))
+    return caller.get(path, headers).json
+
+
+def same(response: Any) -> Any:
+    """Return what does not depend on when and how a response was asked for."""
+    return {
+        **response,
+        "id": "",
+        "created_at": 0,
+        "background": None,
+        "store": None,
+        "output": texts(response["output"]),
+    }
+
+
+def test_a_background_response_is_that_of_the_foreground(storing: Caller) -> None:
+    wanted = create(storing, max_output_tokens=20, store=False)
+    begun = create(storing, max_output_tokens=20, background=True)
+    assert begun["background"] is True
+    assert begun["status"] in ("queued", "in_progress")
+    found = ended(storing, begun["id"], ALICE)
+    assert found["background"] is True
+    assert same(found) == same(wanted)
+    answer = storing.get(f"/v1/responses/{begun['id']}?stream=true", ALICE)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "stream")
+    later = create(storing, input="More", previous_response_id=begun["id"])
+    assert later["previous_response_id"] == begun["id"]
+    answer = storing.post("/v1/responses", {"input": "Hi", "background": True, "store": False}, ALICE)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "store")
+
+
+def parts_of(answer: Answer) -> list[bytes]:
+    return answer.body.split(b"\n\n")[:-1]
+
+
+def test_a_background_stream_is_read_again_from_any_event(storing: Caller) -> None:
+    body = {"input": "Hi", "max_output_tokens": 20, "seed": 5, "background": True, "stream": True}
+    answer = storing.post("/v1/responses", body, ALICE)
+    whole, last = parts_of(answer), events_of(answer)[-1]
+    assert last["type"] == "response.incomplete"
+    path = f"/v1/responses/{last['response']['id']}"
+    assert storing.get(path, ALICE).json == last["response"]
+    assert parts_of(storing.get(f"{path}?stream=true", ALICE)) == whole
+    assert parts_of(storing.get(f"{path}?stream=true&starting_after=6", ALICE)) == whole[7:]
+    assert storing.get(f"{path}?stream=true", BOB).status == 404
+    assert storing.get(f"{path}?stream=true&starting_after=x", ALICE).status == 400
+
+
+def test_a_background_response_is_cancelled(storing: Caller) -> None:
+    begun = create(storing, max_output_tokens=3900, ignore_eos=True, background=True)
+    path = f"/v1/responses/{begun['id']}"
+    assert storing.post(f"{path}/cancel", {}, BOB).status == 404
+    found = storing.post(f"{path}/cancel", {}, ALICE).json
+    assert found["status"] == "cancelled"
+    assert storing.get(path, ALICE).json == found == storing.post(f"{path}/cancel", {}, ALICE).json
+    answer = storing.post("/v1/responses", {"input": "x", "previous_response_id": begun["id"]}, ALICE)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "previous_response_id")
+    made = create(storing)
+    assert storing.post(f"/v1/responses/{made['id']}/cancel", {}, ALICE).status == 400
+    begun = create(storing, max_output_tokens=3900, ignore_eos=True, background=True)
+    assert storing.call("DELETE", f"/v1/responses/{begun['id']}", None, ALICE).status == 200
+    assert storing.get(f"/v1/responses/{begun['id']}", ALICE).status == 404
+
+
+BEGUN: dict[str, Any] = {"max_output_tokens": 400, "ignore_eos": True, "seed": 5, "background": True}
+SLOW = ("--executor-option", "seconds_per_step=0.01")
+
+
+def http_process(caller: Caller) -> int:
+    """Return the process id of a server's HTTP process."""
+    children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if b"frontend.http" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
+    options = (*FAKE, *SLOW, *DEMO, "--store", str(tmp_path / "store.db"))
+    with serving(*options) as caller:
+        wanted = create(caller, {}, **BEGUN | {"background": False})
+        first = create(caller, {}, input="Earlier", max_output_tokens=4)
+        begun = [create(caller, {}, **BEGUN) for _ in range(3)]
+        continued = create(caller, {}, previous_response_id=first["id"], **BEGUN)
+        streamed, events = begin_stream(caller, 20)
+        os.kill(http_process(caller), signal.SIGKILL)
+        found = [ended(caller, one["id"]) for one in begun]
+    assert [same(one) for one in found] == [same(wanted)] * 3
+    with pytest.raises(AssertionError), serving(*options) as caller:  # killed as a whole
+        unfinished = create(caller, {}, **BEGUN | {"max_output_tokens": 1000})
+        os.kill(http_process(caller), signal.SIGKILL)
+        caller.process.kill()
+    with serving(*options) as caller:
+        assert caller.get(f"/v1/responses/{unfinished['id']}").json["status"] in ("queued", "in_progress")
+        assert len(texts(ended(caller, unfinished["id"])["output"])) == 1
+        assert caller.get(f"/v1/responses/{first['id']}").json == first
+        assert ended(caller, continued["id"])["previous_response_id"] == first["id"]
+        last = ended(caller, streamed)
+        assert same(last) == same(wanted)
+        path = f"/v1/responses/{streamed}?stream=true"
+        whole = parts_of(caller.get(path))
+        assert whole[: len(events)] == events
+        assert parts_of(caller.get(f"{path}&starting_after={len(events) - 1}")) == whole[len(events) :]
+
+
+def begin_stream(caller: Caller, count: int) -> tuple[str, list[bytes]]:
+    """Begin a background stream and read some of its events; return its id and them."""
+    body = json.dumps({"input": "Hi", "stream": True, **BEGUN}).encode()
+    head = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    read = b""
+    with caller.socket() as peer:
+        peer.sendall(head + body)
+        while read.count(b"event: ") <= count + 4:
+            read += peer.recv(65_536)
+    events = [b"event: " + one.split(b"\n\n")[0] for one in read.split(b"event: ")[1:]][:count]
+    return json.loads(events[0].split(b"\ndata: ")[1])["response"]["id"], events
