@@ -2,10 +2,12 @@
 
 import contextlib
 import hashlib
+import http.client
 import json
 import os
+import random
+import shutil
 import signal
-import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,14 +138,9 @@ def ended(caller: Caller, response_id: str, headers: dict[str, str] | None = Non
 
 def same(response: Any) -> Any:
     """Return what does not depend on when and how a response was asked for."""
-    return {
-        **response,
-        "id": "",
-        "created_at": 0,
-        "background": None,
-        "store": None,
-        "output": texts(response["output"]),
-    }
+    usage = {name: count for name, count in response["usage"].items() if name != "input_tokens_details"}
+    own = {"id": "", "created_at": 0, "background": None, "store": None, "usage": usage}
+    return {**response, **own, "output": texts(response["output"])}
 
 
 def test_a_background_response_is_that_of_the_foreground(storing: Caller) -> None:
@@ -195,14 +192,14 @@ def test_a_background_response_is_cancelled(storing: Caller) -> None:
     assert storing.get(f"/v1/responses/{begun['id']}", ALICE).status == 404
 
 
-BEGUN: dict[str, Any] = {"max_output_tokens": 400, "ignore_eos": True, "seed": 5, "background": True}
-SLOW = ("--executor-option", "seconds_per_step=0.01")
+BEGUN: dict[str, Any] = {"max_output_tokens": 250, "ignore_eos": True, "seed": 5, "background": True}
+SLOW = ("--executor-option", "step_us=4000")
 
 
-def http_process(caller: Caller) -> int:
-    """Return the process id of a server's HTTP process."""
+def child_of(caller: Caller, module: bytes) -> int:
+    """Return the id of a server's process that runs this module. Errors: StopIteration if there is none."""
     children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if b"frontend.http" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
@@ -213,13 +210,10 @@ def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
         begun = [create(caller, {}, **BEGUN) for _ in range(3)]
         continued = create(caller, {}, previous_response_id=first["id"], **BEGUN)
         streamed, events = begin_stream(caller, 20)
-        os.kill(http_process(caller), signal.SIGKILL)
+        os.kill(child_of(caller, b"frontend.http"), signal.SIGKILL)
         found = [ended(caller, one["id"]) for one in begun]
     assert [same(one) for one in found] == [same(wanted)] * 3
-    with pytest.raises(AssertionError), serving(*options) as caller:  # killed as a whole
-        unfinished = create(caller, {}, **BEGUN | {"max_output_tokens": 1000})
-        os.kill(http_process(caller), signal.SIGKILL)
-        caller.process.kill()
+    unfinished = begin_and_kill(*options)
     with serving(*options) as caller:
         assert caller.get(f"/v1/responses/{unfinished['id']}").json["status"] in ("queued", "in_progress")
         assert len(texts(ended(caller, unfinished["id"])["output"])) == 1
@@ -233,6 +227,20 @@ def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
         assert parts_of(caller.get(f"{path}&starting_after={len(events) - 1}")) == whole[len(events) :]
 
 
+def begin_and_kill(*options: str) -> Any:
+    """Begin a background response, and kill the server and its HTTP process; return the response."""
+    found = None
+    with contextlib.suppress(AssertionError), serving(*options) as caller:  # of its exit status
+        found = create(caller, {}, **BEGUN | {"max_output_tokens": 300})
+        worker = child_of(caller, b"frontend.http")
+        caller.process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it ends by itself too
+            os.kill(worker, signal.SIGKILL)
+    assert found is not None
+    shutil.rmtree(Path(caller.connect.removeprefix("ipc://")).parent)  # what a killed server leaves
+    return found
+
+
 def begin_stream(caller: Caller, count: int) -> tuple[str, list[bytes]]:
     """Begin a background stream and read some of its events; return its id and them."""
     body = json.dumps({"input": "Hi", "stream": True, **BEGUN}).encode()
@@ -244,3 +252,53 @@ def begin_stream(caller: Caller, count: int) -> tuple[str, list[bytes]]:
             read += peer.recv(65_536)
     events = [b"event: " + one.split(b"\n\n")[0] for one in read.split(b"event: ")[1:]][:count]
     return json.loads(events[0].split(b"\ndata: ")[1])["response"]["id"], events
+
+
+@pytest.mark.soak
+def test_nothing_is_lost_doubled_or_different_under_random_kills(tmp_path: Path) -> None:
+    """Each round begins responses, kills the HTTP process or the engine, and continues what it has."""
+    draw = random.Random(7)
+    options = (*FAKE, "--executor-option", "step_us=1000", *DEMO, "--store", str(tmp_path / "store.db"))
+    with serving(*options) as caller:
+        wanted = create(caller, {}, **BEGUN | {"background": False})
+        follow = {"input": "And?", "max_output_tokens": 20, "seed": 3}
+        continued = create(caller, {}, previous_response_id=wanted["id"], **follow)
+        known: list[str] = []
+        for _ in range(60):
+            known += [retried(caller, **BEGUN)["id"] for _ in range(3)]
+            time.sleep(draw.uniform(0, 0.3))
+            with contextlib.suppress(ProcessLookupError, StopIteration):
+                os.kill(child_of(caller, draw.choice([b"frontend.http", b"core.process"])), signal.SIGKILL)
+            if draw.random() < 0.3:
+                answer = retried(caller, previous_response_id=draw.choice(known[:-3] or [wanted["id"]]), **follow)
+                assert texts(answer["output"]) == texts(continued["output"])
+        assert len(set(known)) == 180
+        for one in known:
+            assert same(retried_end(caller, one)) == same(wanted)
+
+
+def retried(caller: Caller, **fields: Any) -> Any:
+    """Return a response, asked for until a server that lives answers and its history has ended."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answer = caller.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8, **fields})
+            if answer.status == 200:
+                return answer.json
+            message = answer.json["error"]["message"]
+            assert answer.status == 503 or "only one that has its answer" in message, answer.body
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def retried_end(caller: Caller, response_id: str) -> Any:
+    """Return a response that has ended, asked for until a server that lives answers."""
+    end = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answer = caller.get(f"/v1/responses/{response_id}")
+            assert answer.status == 200, answer.body
+            if answer.json["status"] not in ("queued", "in_progress"):
+                return answer.json
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -1,0 +1,182 @@
+"""The file of stored responses: a full one and a damaged one give errors, and the old ones are removed."""
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from frontend.http.errors import HttpError
+from frontend.http.stored.store import MIN_STORE_BYTES, Content, Record, ResponseStore
+from ipc.errors import ConfigError
+
+_LIMIT = 1 << 20
+
+
+def record(name: str, previous: str | None = None, *, size: int = 1, age_days: float = 0) -> Record:
+    response = msgspec.json.encode({"output": [{"text": name * size}]})
+    content = Content(msgspec.json.encode([{"input": name}]), response)
+    return Record(name, "t", int(time.time() - age_days * 86_400), "completed", content, previous)
+
+
+def using(path: Path, use: Callable[[ResponseStore], Coroutine[Any, Any, Any]], *, max_days: float = 0) -> Any:
+    store = ResponseStore(str(path), MIN_STORE_BYTES, max_days)
+    try:
+        return asyncio.run(use(store))
+    finally:
+        store.close()
+
+
+async def put(store: ResponseStore, *records: Record) -> None:
+    for one in records:
+        await store.put(lambda one=one: one)  # type: ignore[misc]
+
+
+async def fails(work: Coroutine[Any, Any, Any], status: int, words: str) -> None:
+    with pytest.raises(HttpError, match=words) as caught:
+        await work
+    assert caught.value.status == status
+
+
+def test_a_history_is_in_order_and_of_its_tenant(tmp_path: Path) -> None:
+    async def use(store: ResponseStore) -> None:
+        await put(store, record("a"), record("b", "a"), record("c", "b"))
+        items, size = await store.history("c", "t", _LIMIT)
+        assert items == [one for name in "abc" for one in ({"input": name}, {"text": name})]
+        assert size > 0
+        assert await store.inputs(await store.get("c", "t"), _LIMIT) == items[:5]
+        await fails(store.history("c", "other", _LIMIT), 404, "no response 'c'")
+        await fails(store.history("c", "t", 100), 400, "more than 100 bytes")
+
+    using(tmp_path / "s", use)
+
+
+def test_what_is_deleted_is_kept_for_what_continues_it_alone(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    async def use(store: ResponseStore) -> None:
+        await put(store, record("a"), record("b", "a"), record("c", "b"))
+        for name in ("a", "b"):
+            await store.delete(name, "t")
+            await fails(store.history(name, "t", _LIMIT), 404, "no response")
+            assert len((await store.history("c", "t", _LIMIT))[0]) == 6
+        await store.delete("c", "t")
+
+    using(path, use)
+    assert change(path, "SELECT count(*) FROM responses") == [(0,)]
+
+
+def test_old_responses_are_removed_but_not_before_what_continues_them(tmp_path: Path) -> None:
+    async def fill(store: ResponseStore) -> None:
+        old = [record("a", age_days=9), record("b", "a", age_days=9), record("x", age_days=9)]
+        await put(store, *old, record("y", "x"), record("z", age_days=6))
+
+    async def use(store: ResponseStore) -> None:
+        for name in ("a", "b"):
+            await fails(store.get(name, "t"), 404, "no response")
+        assert len((await store.history("y", "t", _LIMIT))[0]) == 4
+        assert (await store.get("z", "t")).id == "z"
+
+    using(tmp_path / "s", fill)
+    using(tmp_path / "s", use, max_days=7)
+
+
+def test_a_full_store_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+    async def use(store: ResponseStore) -> None:
+        stored: list[str] = []
+
+        async def fill() -> None:
+            for number in range(100):
+                name = f"n{number}"
+                await put(store, record(name, size=20_000))
+                stored.append(name)
+
+        await fails(fill(), 507, "is full")
+        await fails(store.check_room(), 507, "is full")
+        assert len(stored) > 10
+        for name in stored:
+            assert (await store.get(name, "t")).content == record(name, size=20_000).content
+        for name in stored[:8]:
+            await store.delete(name, "t")
+        await store.check_room()
+        await put(store, record("later"))
+
+    using(tmp_path / "s", use)
+    assert (tmp_path / "s").stat().st_size <= MIN_STORE_BYTES
+
+
+def change(path: Path, *statements: str) -> list[Any]:
+    """Change a file that no store uses; return the rows of the last statement."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        return [database.execute(one).fetchall() for one in statements][-1]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        "content = CAST(content || x'00' AS BLOB)",
+        "status = 'incomplete'",
+        "previous = NULL",
+        "created = 1",
+        "digest = x''",
+    ],
+)
+def test_a_changed_row_is_an_error_and_no_history(tmp_path: Path, changed: str) -> None:
+    path = tmp_path / "s"
+    using(path, lambda store: put(store, record("a"), record("b", "a"), record("c", "b")))
+    change(path, f"UPDATE responses SET {changed} WHERE id = 'b'")
+
+    async def use(store: ResponseStore) -> None:
+        await fails(store.get("b", "t"), 500, "damaged")
+        await fails(store.history("c", "t", _LIMIT), 500, "damaged")
+        assert (await store.get("a", "t")).id == "a"
+
+    using(path, use)
+
+
+def test_a_missing_earlier_response_is_no_shorter_history(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    using(path, lambda store: put(store, record("a"), record("b", "a")))
+    change(path, "DELETE FROM responses WHERE id = 'a'")
+    using(path, lambda store: fails(store.history("b", "t", _LIMIT), 500, "damaged"))
+
+
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("not a database" * 1000)
+    change(tmp_path / "other", "CREATE TABLE t (x)")
+    for path, words in (("text", "not a database"), ("other", "not a store"), ("none/s", "No such file")):
+        with pytest.raises(ConfigError, match=words):
+            ResponseStore(str(tmp_path / path), MIN_STORE_BYTES, 0)
+    first = ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
+    with pytest.raises(ConfigError, match="another server uses it"):
+        ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
+    first.close()
+    ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0).close()
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_cut_file_gives_errors(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    using(path, lambda store: put(store, *(record(f"n{number}", size=5000) for number in range(20))))
+    data = path.read_bytes()
+    path.write_bytes(data[:8192] + bytes(len(data) // 2) + data[8192 + len(data) // 2 :])
+
+    async def use(store: ResponseStore) -> None:
+        for number in range(20):
+            name = f"n{number}"
+            try:
+                found = await store.get(name, "t")
+            except HttpError as error:
+                assert error.status in (404, 500)  # noqa: PT017 - or it is what was stored
+            else:
+                assert found.content == record(name, size=5000).content
+
+    try:
+        using(path, use)
+    except ConfigError as error:
+        assert "cannot be used" in str(error)  # noqa: PT017 - so no server begins with it
