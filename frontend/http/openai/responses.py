@@ -120,11 +120,16 @@ class ResponsesFormat(StoredFormat):
     async def store(self) -> None:
         """Store the response that closing() or whole() has made."""
         assert self._kept is not None, "the response is not stored"
+        self._number -= 1  # of the event of closing(), which is not sent if this fails
         if self._run is None:
             await self._kept.put(self._final)
-        else:
-            self._number -= 1  # closing() has made this event, which was not read
+            return
+        number = self._number
+        try:
             await self._run.finish(self._final, lambda: self._last(self._final))
+        except HttpError:
+            self._number = number
+            raise
 
     def failed(self, error: HttpError) -> tuple[Json, bytes]:
         """Return a response that has failed, and the last event of its stream."""

@@ -51,10 +51,15 @@ async def begin(
 
 
 async def resume(service: Service) -> None:
-    """Take up the responses that an earlier server has left. Errors: HttpError 500 if the store cannot be read."""
+    """Take up the responses that an earlier server has left, as far as the store can be read."""
     if service.store is None:
         return
-    for record in await service.store.unfinished():
+    try:
+        left = await service.store.unfinished()
+    except HttpError as error:
+        _log.error("no response is taken up again: %s", error)
+        return
+    for record in left:
         assert record.content.work is not None, f"{record.id} has no work"
         kept = Kept(service.store, record.id, record.tenant, created=record.created, previous=record.previous)
         run = kept.run = Run(kept, record.content.work, msgspec.json.decode(record.content.response))

@@ -8,6 +8,7 @@ encrypted.
 
 import asyncio
 import hashlib
+import logging
 import os
 import sqlite3
 import time
@@ -41,6 +42,7 @@ _SPARE_PAGES = 16  # for the ends of responses that have begun
 RUNNING = "in_progress"
 #: Statuses of responses that others may continue.
 CONTINUABLE = ("completed", "incomplete")
+_log = logging.getLogger("engine_core.http")
 _DAMAGED = "the store of responses is damaged: its owner must repair it or begin a new one"
 
 
@@ -160,9 +162,22 @@ class ResponseStore:
         return await self._run(read)
 
     async def unfinished(self) -> list[Record]:
-        """Return the background responses that have not ended, oldest first. Errors: HttpError 500."""
-        found = "SELECT * FROM responses WHERE status = 'in_progress' AND NOT is_deleted ORDER BY created, rowid"
-        return await self._run(lambda: [_record(row) for row in self._database.execute(found)])
+        """Return the background responses that have not ended, oldest first. Damaged ones are logged and left out.
+
+        Errors: HttpError 500.
+        """
+
+        def read() -> list[Record]:
+            which = "status = 'in_progress' AND NOT is_deleted"
+            found = []
+            for row in self._database.execute(f"SELECT * FROM responses WHERE {which} ORDER BY created, rowid"):
+                try:
+                    found.append(_record(row))
+                except HttpError:
+                    _log.error("the response %.80r in the store is damaged", row[0])
+            return found
+
+        return await self._run(read)
 
     # --- on the store's thread ----------------------------------------------------------------------------------------
 

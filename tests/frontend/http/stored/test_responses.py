@@ -30,7 +30,7 @@ def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
     folder = tmp_path_factory.mktemp("store")
     lines = [f"{name} {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
     (folder / "keys").write_text("\n".join(lines))
-    options = ("--store", str(folder / "store.db"), "--api-key-file", str(folder / "keys"))
+    options = ("--store", str(folder / "store.db"), "--store-bytes", "1M", "--api-key-file", str(folder / "keys"))
     with serving(*FAKE, *DEMO, *options) as caller:
         yield caller
 
@@ -192,6 +192,27 @@ def test_a_background_response_is_cancelled(storing: Caller) -> None:
     assert storing.get(f"/v1/responses/{begun['id']}", ALICE).status == 404
 
 
+def test_a_full_store_is_an_error_and_no_empty_answer(storing: Caller) -> None:
+    large = {"input": "Hi", "max_output_tokens": 4, "metadata": {"x": "y" * 150_000}}
+    made: list[str] = []
+    while (answer := storing.post("/v1/responses", large, ALICE)).status == 200:
+        made.append(answer.json["id"])
+        assert len(made) < 10
+    assert (answer.status, answer.json["error"]["type"]) == (507, "InsufficientStorageError")
+    assert "is full" in answer.json["error"]["message"]
+    assert answer.headers["x-should-retry"] == "false"
+    answer = storing.post("/v1/responses", {**large, "stream": True}, ALICE)
+    failed = answer.json["error"] if answer.status != 200 else events_of(answer)[-1]["error"]
+    assert failed["type"] == "InsufficientStorageError"
+    answer = storing.post("/v1/responses", {**large, "background": True}, ALICE)
+    assert answer.status == 507
+    assert storing.post("/v1/responses", {**large, "store": False}, ALICE).status == 200
+    for one in made:
+        assert storing.get(f"/v1/responses/{one}", ALICE).json["metadata"] == large["metadata"]
+        assert storing.call("DELETE", f"/v1/responses/{one}", None, ALICE).status == 200
+    create(storing)
+
+
 BEGUN: dict[str, Any] = {"max_output_tokens": 250, "ignore_eos": True, "seed": 5, "background": True}
 SLOW = ("--executor-option", "step_us=4000")
 
@@ -199,7 +220,7 @@ SLOW = ("--executor-option", "step_us=4000")
 def child_of(caller: Caller, module: bytes) -> int:
     """Return the id of a server's process that runs this module. Errors: StopIteration if there is none."""
     children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if module in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(int(pid) for pid in children if b"-m\0%b\0" % module in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
@@ -268,7 +289,7 @@ def test_nothing_is_lost_doubled_or_different_under_random_kills(tmp_path: Path)
             known += [retried(caller, **BEGUN)["id"] for _ in range(3)]
             time.sleep(draw.uniform(0, 0.3))
             with contextlib.suppress(ProcessLookupError, StopIteration):
-                os.kill(child_of(caller, draw.choice([b"frontend.http", b"core.process"])), signal.SIGKILL)
+                os.kill(child_of(caller, draw.choice([b"frontend.http", b"core"])), signal.SIGKILL)
             if draw.random() < 0.3:
                 answer = retried(caller, previous_response_id=draw.choice(known[:-3] or [wanted["id"]]), **follow)
                 assert texts(answer["output"]) == texts(continued["output"])

@@ -139,6 +139,20 @@ def test_a_changed_row_is_an_error_and_no_history(tmp_path: Path, changed: str) 
     using(path, use)
 
 
+def test_a_damaged_response_does_not_hide_the_other_unfinished_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = [msgspec.structs.replace(record(name), status="in_progress") for name in "ab"]
+    using(tmp_path / "s", lambda store: put(store, *begun))
+    change(tmp_path / "s", "UPDATE responses SET digest = x'' WHERE id = 'a'")
+
+    async def use(store: ResponseStore) -> None:
+        assert [one.id for one in await store.unfinished()] == ["b"]
+
+    using(tmp_path / "s", use)
+    assert "'a' in the store is damaged" in caplog.text
+
+
 def test_a_missing_earlier_response_is_no_shorter_history(tmp_path: Path) -> None:
     path = tmp_path / "s"
     using(path, lambda store: put(store, record("a"), record("b", "a")))
