@@ -14,8 +14,7 @@ from frontend.http.errors import HttpError
 from frontend.http.intake import Intake
 from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
-from frontend.http.wire.exchange import Exchange, Message
-from frontend.http.wire.local_caller import LocalWire
+from frontend.http.wire.exchange import Exchange, Message, NoWire
 
 COUNT = 300
 
@@ -156,7 +155,7 @@ def exchange(sent: list[Message]) -> Exchange:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    return Exchange({"http_version": "1.1", "method": "POST", "headers": []}, send, LocalWire())
+    return Exchange({"http_version": "1.1", "method": "POST", "headers": []}, send, NoWire())
 
 
 class OpeningFails:

@@ -16,7 +16,7 @@ from frontend.http.replies import pump as pump_module
 from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import MAX_IN_LOOP, Reply
 from frontend.http.wire.exchange import Exchange, Message
-from frontend.http.wire.local_caller import LocalWire
+from frontend.http.wire.exchange import NoWire
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, FinishReason, Outputs
 
@@ -234,7 +234,7 @@ def exchange_of(sent: list[Message]) -> Exchange:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    return Exchange({"http_version": "1.1", "method": "POST", "headers": []}, send, LocalWire())
+    return Exchange({"http_version": "1.1", "method": "POST", "headers": []}, send, NoWire())
 
 
 @pytest.mark.parametrize("sizes", [(1, MAX_IN_LOOP + 1, 1), (MAX_IN_LOOP + 1,) * 3, (1, 1, 1)])
