@@ -166,7 +166,9 @@ class App:
         """Return the routes with a target that have this path, and the target."""
         for head, tail, methods in self._with_target:
             if path.startswith(head) and path.endswith(tail) and len(path) > len(head) + len(tail):
-                return methods, path[len(head) : len(path) - len(tail)]
+                target = path[len(head) : len(path) - len(tail)]
+                if head in self._methods or "/" not in target:
+                    return methods, target
         return None, ""
 
 

@@ -21,7 +21,7 @@ class Access(Enum):
 
 class Route(NamedTuple):
     """One row. For a path that ends in "/", the rest of the request's path is its target; for one with {name}, what is
-    there. access: KEY by default.
+    there, without "/". access: KEY by default.
 
     error_body: the form of errors, if it is not OpenAI's.
     """
