@@ -277,7 +277,7 @@ def begin_stream(caller: Caller, count: int) -> tuple[str, list[bytes]]:
 
 @pytest.mark.soak
 def test_nothing_is_lost_doubled_or_different_under_random_kills(tmp_path: Path) -> None:
-    """Each round begins responses, kills the HTTP process or the engine, and continues what it has."""
+    """Each round begins responses, kills the HTTP process or the first engine, and continues what it has."""
     draw = random.Random(7)
     options = (*FAKE, "--executor-option", "step_us=1000", *DEMO, "--store", str(tmp_path / "store.db"))
     with serving(*options) as caller:
