@@ -9,8 +9,8 @@
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
-# make kernels  build the C kernels of every variant that this CPU runs, as `make test` does beside the checks
-# make map    write docs/map.md anew
+# make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
+# make map    write docs/map.md, options.md and the table of sampling.md again
 # make venv   only set up
 #
 # torch is installed for the tests alone: `make run` needs none. TORCH="..." replaces the pinned one; it is handed to pip

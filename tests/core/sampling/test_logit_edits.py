@@ -21,7 +21,6 @@ from kernels.gumbel import noise, philox4x32
 
 VOCAB_SIZE = 60
 EOS = 7
-NUM_ROWS = 88
 
 
 def int32s(*values: int) -> np.ndarray:
@@ -128,6 +127,14 @@ def draw(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -
     return int(np.argmax(logits / np.float32(params.temperature) + numbers))
 
 
+EVERYTHING: dict[str, Any] = {
+    "allowed_token_ids": [1, 4, 5, 6, EOS],
+    "bad_words_token_ids": [[4], [5, 6], [6, 6]],
+    "logit_bias": {5: 2.0, 4: 100.0, 30: 100.0},
+    "min_tokens": 4,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.3,
+}
 OPTIONS: list[dict[str, Any]] = [
     {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.4},
@@ -147,16 +154,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"xtc_probability": 0.5, "xtc_threshold": 0.04},
     {"xtc_probability": 1.0, "top_n_sigma": 2.0, "repetition_penalty": 1.1, "allowed_token_ids": [1, 4, 5, 6, EOS]},
     {"min_tokens": 9, "ignore_eos": True},
-    {
-        "allowed_token_ids": [1, 4, 5, 6, EOS],
-        "bad_words_token_ids": [[4], [5, 6], [6, 6]],
-        "logit_bias": {5: 2.0, 4: 100.0, 30: 100.0},
-        "min_tokens": 4,
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.3,
-    },
+    EVERYTHING,
     {},
 ]
+NUM_ROWS = 4 * len(OPTIONS) + 8  # of a table in which each option meets four filters
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -262,7 +263,7 @@ def count_calls(rows: Rows, batch: list[int]) -> int:
 
 def test_only_rows_with_options_pay() -> None:
     """Calls: none per row, a constant number more once there is one row with options. Work: the entries of its row."""
-    everything = OPTIONS[-2]
+    everything = EVERYTHING
     costs = {}
     for num_edited in (0, 1, 8):
         for num_rows in (16, 64):
@@ -284,7 +285,7 @@ def test_only_rows_with_options_pay() -> None:
 def test_neighbours_keep_their_bits() -> None:
     """A row with every option beside them changes no bit of the other rows' logits."""
     rows = Rows()
-    rows.start(3, SamplingParams(max_tokens=None, **OPTIONS[-2]), [1, 2, 3])
+    rows.start(3, SamplingParams(max_tokens=None, **EVERYTHING), [1, 2, 3])
     for row in (0, 1, 2, 4):
         rows.start(row, SamplingParams(), [1])
     logits = np.random.default_rng(1).standard_normal((5, VOCAB_SIZE), np.float32)
