@@ -15,8 +15,7 @@ from frontend.http.intake import Intake
 from frontend.http.replies import pump as pump_module
 from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import MAX_IN_LOOP, Reply
-from frontend.http.wire.exchange import Exchange, Message
-from frontend.http.wire.exchange import NoWire
+from frontend.http.wire.exchange import Exchange, Message, NoWire
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, FinishReason, Outputs
 
