@@ -18,6 +18,7 @@ from tests.simulation.witness import Witness
 from tests.simulation.world import World
 
 _FIRST_FD = 10
+_ARRAY_16 = 0xDC  # the first byte of a msgpack array of more than 15 fields; two bytes of its length follow
 #: Messages that may arrive twice: those that the protocol promises to bear.
 _UP_TAGS = (AddRequest.__struct_config__.tag, Abort.__struct_config__.tag)
 _DOWN_TAGS = (Outputs.__struct_config__.tag,)
@@ -76,7 +77,8 @@ class Connection:
             self._receiver.arrive(self, frame)
 
     def _num_copies(self, frame: bytes, tags: tuple[object, ...]) -> int:
-        if frame[1] in tags and self._world.chance(self._world.duplicate_share):
+        tag = frame[3 if frame[0] == _ARRAY_16 else 1]
+        if tag in tags and self._world.chance(self._world.duplicate_share):
             self._world.count("frame delivered twice")
             return 2
         return 1
