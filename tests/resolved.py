@@ -17,6 +17,8 @@ _USUAL: dict[str, Any] = {
     "async_scheduling": False,
     "recompute_ns_per_token": 1,
     "swap_ns_per_block": 1,
+    "max_num_encoder_input_tokens": 64,
+    "encoder_cache_size": 1024,
 }
 
 

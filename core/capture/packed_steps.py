@@ -68,6 +68,8 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
         or plan.swapped_in_blocks.size
         or plan.others
         or plan.saved_rows.size
+        or plan.scheduled_encoder_inputs
+        or plan.freed_encoder_inputs
     )
 
 

@@ -20,7 +20,7 @@ from core.capture.file import CaptureFile, Turn
 from core.capture.output import CaptureOutput, Item, open_capture
 from core.capture.recorded_executor import RecordedExecutor
 from core.capture.records import TAGS, Checkpoint, Input, Step, decode_config, encode_config, encode_record
-from core.capture.renaming import Renaming, places_of
+from core.capture.renaming import Renaming
 from core.capture.restore import restore
 from core.capture.snapshot import Snapshot
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
@@ -231,7 +231,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         request.root, request.seed = renaming.root(request.root), 0
         request.tenant = renaming.tokens.word(request.tenant)
         request.adapter = renaming.adapter(request.adapter)
-        request.features = places_of(request.features)
+        request.features = renaming.features(request.features)
         request.block_hashes.clear()
         request.first_key = 0
         if request.row == NO_ROW:
@@ -256,11 +256,19 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         scheduler.exchange.rename(renaming.root, lambda root, token_ids: name_all(begin(root), token_ids)[0])
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
+    scheduler.encoder_inputs.rename(renaming.feature)
     # In plans in flight, the tokens of starting requests have already been read, and their drafts no longer decide
     # anything.
     plans[:] = [
         msgspec.structs.replace(
-            plan, added=[], added_pooling=[], adapters=[], features=[], draft_token_ids=plan.draft_token_ids * 0
+            plan,
+            added=[],
+            added_pooling=[],
+            adapters=[],
+            features=[],
+            draft_token_ids=plan.draft_token_ids * 0,
+            scheduled_encoder_inputs=[],
+            freed_encoder_inputs=[],
         )
         for plan in plans
     ]

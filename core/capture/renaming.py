@@ -91,12 +91,23 @@ class Renaming:
             return msgspec.structs.replace(message, **changes)
         delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
         params = self.params(message.params)
-        changes |= {"features": places_of(message.features)}
+        changes |= {"features": self.features(message.features)}
         return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
 
     def digest(self, digest: str) -> str:
         """Return another digest for an adapter, in the same form; "" for none."""
         return self.tokens.word(digest) * 2
+
+    def features(self, features: Sequence[FeatureUse]) -> list[FeatureUse]:
+        """Return what the scheduler reads of a request's features: places of those computed in one step, and images."""
+        kept = (use for use in features if use.is_whole or use.is_encoded)
+        return [
+            msgspec.structs.replace(use, digest=self.feature(use.digest) if use.is_encoded else b"") for use in kept
+        ]
+
+    def feature(self, digest: bytes) -> bytes:
+        """Return another digest for an image."""
+        return bytes.fromhex(self.tokens.word(digest.hex()))
 
     def adapter(self, adapter: AdapterId | None) -> AdapterId | None:
         """Return another adapter, whose files do not exist."""
@@ -196,11 +207,6 @@ class Renaming:
         if known is not None and known[0] == table.num_tokens[row] and not request.searches:
             return known[1]
         return self.tokens.follow_all(self.begin(request.root), table.token_ids(row))
-
-
-def places_of(features: Sequence[FeatureUse]) -> list[FeatureUse]:
-    """Return what the scheduler reads of a request's features: the positions of those computed in one step."""
-    return [msgspec.structs.replace(use, digest=b"") for use in features if use.is_whole]
 
 
 def _int32s(column: bytes) -> Int32s:

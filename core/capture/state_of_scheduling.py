@@ -33,6 +33,7 @@ from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import BlockExchange, PendingFetch
 from core.scheduling.decisions import Decision
 from core.scheduling.draft_rule import DraftRule
+from core.scheduling.encoder_inputs import EncoderInputs
 from core.scheduling.ends import Ends
 from core.scheduling.leads import Leads
 from core.scheduling.limits import PartialPrefills
@@ -56,8 +57,8 @@ from ipc.wire.pooling_messages import Pooled
 from ipc.wire.weights_messages import WeightsMark
 
 _Policy = Fcfs | Fair
-_Limit = AdapterSlots | GroupRows | WholeFeatures
-_Cut = Callback(((WholeFeatures, "cut"),))
+_Limit = AdapterSlots | EncoderInputs | GroupRows | WholeFeatures
+_Cut = Callback(((WholeFeatures, "cut"), (EncoderInputs, "cut")))
 
 FIELDS: dict[type, dict[Any, str]] = {
     Scheduler: {
@@ -76,7 +77,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         RunningRows: "_running_rows",
         Admission: "admission",
         Speculation: "speculation",
-        Callback(((Scheduler, "_prompts_first"), (Scheduler, "_running_first"))): "_fill",
+        Callback(((Scheduler, "_prompts_first"), (Scheduler, "_running_first"), (Scheduler, "_images_first"))): "_fill",
         BlockExchange | None: "exchange",
         Parties: "_parties",
         WeightUpdate: "weights",
@@ -85,6 +86,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         BeamSearches: "beams",
         GroupRows | None: "_group_rows",
         WholeFeatures: "_wholes",
+        EncoderInputs: "encoder_inputs",
         Decision | None: "decision",
     },
     AdapterSlots: {
@@ -155,6 +157,17 @@ FIELDS: dict[type, dict[Any, str]] = {
         Ints: "_costs _alone",
         Doubles: "_least",
         Doubles | None: "_least_chance",
+    },
+    EncoderInputs: {
+        int: "budget cache_size num_cached_tokens",
+        bool: "_are_used _is_chunked",
+        Batch: "_batch",
+        SchedulerStats: "_stats",
+        Callback(((Admission, "add_limit"),)): "_add_limit",
+        list[_Cut]: "_cuts",  # type: ignore[valid-type]
+        OrderedDict[bytes, int]: "_cached",
+        list[bytes]: "_dropped",
+        None: "_needs",  # only during a step, and this is between two
     },
     Ends: {
         Batch: "_batch",

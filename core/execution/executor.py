@@ -44,6 +44,9 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_window: int = 0
     #: The most tokens that see each other, such as those of an image, and are computed in one step.
     max_whole_tokens: int = 0
+    #: Tokens of an image whose embeddings the executor makes from pixels, and bytes of a token's. 0: it makes none.
+    image_tokens: int = 0
+    image_token_bytes: int = 0
     #: Bytes of a row's recurrent state, which covers exactly the tokens that the row has computed. 0: there is none.
     state_bytes: int = 0
     #: If only some layers have kv_window, they have their own KV blocks: this many in a page. 0: all layers have it.

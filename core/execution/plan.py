@@ -114,6 +114,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: How many leading blocks all running rows have in common, the same blocks in the same places. It follows from the
     #: blocks above. An executor may read these once for all rows. 0 for a model with a window in any layer.
     num_common_prefix_blocks: int = 0
+    #: (row, places among its features) of the images whose embeddings this step needs and the executor does not have.
+    #: It encodes them before the batch runs, and keeps them until a plan frees them.
+    scheduled_encoder_inputs: list[tuple[int, list[int]]] = []
+    freed_encoder_inputs: list[bytes] = []  # digests of images whose embeddings are dropped, before others are encoded
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -215,7 +219,7 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COMMON = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COMMON, _ENCODED, _FREED = map(
     SchedulerOutput.__struct_fields__.index,
     (
         "num_draft_tokens",
@@ -227,6 +231,8 @@ _DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COM
         "others",
         "saved_rows",
         "num_common_prefix_blocks",
+        "scheduled_encoder_inputs",
+        "freed_encoder_inputs",
     ),
 )
 _ADDED, _PARAMS = SchedulerOutput.__struct_fields__.index("added"), NewRow.__struct_fields__.index("params")
@@ -258,8 +264,8 @@ def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack. Equal plans give equal bytes.
 
     Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
-    drafts, copies, pooling, adapters, features and whether they are whole, copied states, blocks of further kinds of
-    layers, saved states, common blocks, and newer sampling parameters.
+    drafts, copies, pooling, adapters, features and what they are (whole, encoded), copied states, blocks of further
+    kinds of layers, saved states, common blocks, encoder inputs, and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]
@@ -267,7 +273,10 @@ def encode_fields(fields: list[Any]) -> bytes:
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
-    for first in (_COMMON, _SAVED, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+    for first in (
+        *(_FREED, _ENCODED, _COMMON, _SAVED, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES),
+        _DRAFTS,
+    ):
         if fields[first]:
             break
         fields = fields[:first]
@@ -286,4 +295,6 @@ def _new_row_fields(new: NewRow) -> list[Any]:
 
 def _use_fields(use: FeatureUse) -> tuple[int | bytes, ...]:
     fields = use.position, use.num_rows, use.digest
+    if use.is_encoded:
+        return (*fields, use.is_whole, use.is_encoded)
     return (*fields, use.is_whole) if use.is_whole else fields

@@ -1,9 +1,11 @@
-"""token_budget: the number of tokens in a step, as configured or by default."""
+"""token_budget: the number of tokens in a step, as configured or by default; encoder_sizes: those of images."""
 
+from core.execution.executor import ModelInfo
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 
 DEFAULT_TOKEN_BUDGET = 512  # tokens in a step
+DEFAULT_ENCODER_CACHE_BYTES = 256 << 20  # 1,800 images of 64 tokens of 576 numbers
 
 
 def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int = 0) -> int:
@@ -35,3 +37,27 @@ def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int
             f"to at least {max_model_len}, or set max_model_len to at most {given}"
         )
     return given or max(DEFAULT_TOKEN_BUDGET, max_model_len)
+
+
+def encoder_sizes(config: EngineConfig, info: ModelInfo, num_step_tokens: int) -> dict[str, int]:
+    """Return max_num_encoder_input_tokens and encoder_cache_size, as configured or by default; 0 without images.
+
+    By default a step encodes one image, because each one delays the tokens of all requests in the step. Without chunked
+    prefill it must be able to encode all images of a prompt. num_step_tokens: max_num_batched_tokens.
+    Errors: ConfigError if a given size is too small for what a step may need.
+    """
+    if not info.image_tokens:
+        return {"max_num_encoder_input_tokens": 0, "encoder_cache_size": 0}
+    least, why = info.image_tokens, f"an image of {info.name} has {info.image_tokens} tokens"
+    if not config.enable_chunked_prefill and num_step_tokens > least:
+        least, why = num_step_tokens, "with enable_chunked_prefill=false one step encodes all images of a prompt"
+    default = max(least, DEFAULT_ENCODER_CACHE_BYTES // info.image_token_bytes)
+    budget, cache_size = config.max_num_encoder_input_tokens, config.encoder_cache_size
+    sizes = {
+        "max_num_encoder_input_tokens": least if budget is None else budget,
+        "encoder_cache_size": default if cache_size is None else cache_size,
+    }
+    for name, size in sizes.items():
+        if size < least:
+            raise ConfigError(f"{name}={size}: {why}: set it to at least {least}, or leave it out")
+    return sizes

@@ -106,8 +106,7 @@ class LocalExecutor:
             others["states"] = self._make_states(config)
             others["num_page_blocks"] = config.kv_page_blocks
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
-        vision = self._loaded.source.vision
-        self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
+        self._run = self.runner.execute
         self._ahead = BlocksAhead(self.runner.cache)
 
     def _make_states(self, config: EngineConfig) -> RowStates | None:
@@ -173,6 +172,8 @@ class LocalExecutor:
         for cache in filter(None, (self.runner.cache, self.runner.swap_cache)):
             cache.release()
         self._ahead = BlocksAhead(self.runner.cache)
+        if self.features is not None:
+            self.features.drop_all()
         if level > 1 and isinstance(self._model, Llama):
             self._model.drop_weights()
 

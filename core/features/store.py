@@ -1,8 +1,9 @@
 """Features: one engine's features, by content: what clients have put, and the embeddings that replace tokens.
 
-A feature is put before the request that names it. A preparation thread computes its rows, so that the scheduler only
-sees requests whose rows exist, and no step waits for an encoder. Rows are kept as long as a live request uses them, and
-after that as long as there is room: a second question about an image needs no encoder.
+A feature is put before the request that names it. A preparation thread converts given embeddings, so that the scheduler
+only sees requests whose rows exist. They are kept as long as a live request uses them, and after that as long as there
+is room. An image is kept as pixels while a live request uses it. The scheduler decides which step encodes it and how
+long its rows are kept (core/scheduling/encoder_inputs.py): a plan says so, and the executor calls encode() and drop().
 
 A feature has a number. The tokens that it replaces have the negative id -1 - number, so blocks of equal tokens have
 equal content, and the prefix cache needs no further key. Numbers are never reused while the engine lives.
@@ -11,6 +12,7 @@ equal content, and the prefix cache needs no further key. Numbers are never reus
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
@@ -32,7 +34,7 @@ from ipc.wire.feature_messages import (
 )
 from ipc.wire.messages import AddRequest, Submission
 
-#: Bytes of rows kept although no request uses them: 1,000 tiles of 64 rows of 576 numbers.
+#: Bytes of rows of given embeddings kept although no request uses them.
 MAX_CACHED_BYTES = 256 << 20
 #: Bytes of features that one session has put, and that all sessions have put. The oldest are dropped first.
 MAX_SESSION_BYTES, MAX_PUT_BYTES = 128 << 20, 512 << 20
@@ -76,8 +78,10 @@ class Features:
         #: What each client has put, by digest, oldest first. A text says why it is not accepted.
         self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
         self._put_bytes: dict[int, int] = {}  # by client
-        self._wanted: dict[bytes, PutFeature] = {}  # by digest: of live requests, until their rows are computed
-        self._rows: dict[bytes, Floats] = {}  # by digest
+        #: By digest, of live requests: images, and embeddings until their rows are there.
+        self._wanted: dict[bytes, PutFeature] = {}
+        self._rows: dict[bytes, Floats] = {}  # of embeddings, by digest
+        self._encoded: dict[bytes, Floats] = {}  # rows of images, by digest: the encoder cache, as plans say
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of rows that no request uses, oldest first
         self._cached_bytes = 0  # total of _rows
         self._held = Holders[bytes](self._lock, self._end)  # digests of the live FeatureUses
@@ -96,12 +100,16 @@ class Features:
     # --- at the border ---
 
     def num_bytes(self, message: AddRequest) -> int:
-        """Return the most bytes that a request's features use: their rows, and images that are not encoded yet."""
+        """Return the most bytes that a request's features use: rows, or pixels of images.
+
+        The rows of images are in the encoder cache, whose size does not depend on requests.
+        """
         encoder, total = self.encoder, 0
         for use in message.features[:MAX_FEATURES]:
-            total += max(0, use.num_rows) * self._width * 4
-            if encoder is not None and use.num_rows == encoder.num_rows and use.digest not in self._rows:
-                total += 3 * encoder.image_size**2
+            size = max(0, use.num_rows) * self._width * 4
+            if encoder is not None and use.num_rows == encoder.num_rows:  # it may be an image
+                size = max(size, 3 * encoder.image_size**2)
+            total += size
         return total
 
     def put(self, client: int, feature: PutFeature) -> None:
@@ -162,7 +170,7 @@ class Features:
                     )
                 end = use.position + use.num_rows
                 self._check(client, use)
-            uses = [msgspec.structs.replace(use, is_whole=self._is_whole(client, use)) for use in uses]
+            uses = [self._described(client, use) for use in uses]
             for use in uses:
                 kept = self._put[client][use.digest]
                 if use.digest not in self._rows and isinstance(kept, PutFeature):
@@ -172,12 +180,12 @@ class Features:
                 self._idle.pop(use.digest, None)
         return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
-    def _is_whole(self, client: int, use: FeatureUse) -> bool:
-        """Return whether the tokens of a feature that the client has put see each other."""
-        kept = self._put[client][use.digest]
-        return (
-            self.encoder is not None and self.encoder.sees_whole and not isinstance(kept, str) and kept.kind == PIXELS
-        )
+    def _described(self, client: int, use: FeatureUse) -> FeatureUse:
+        """Return the use of a feature that the client has put, with what the scheduler must know of it."""
+        kept, encoder = self._put[client][use.digest], self.encoder
+        is_encoded = encoder is not None and not isinstance(kept, str) and kept.kind == PIXELS
+        is_whole = is_encoded and encoder is not None and encoder.sees_whole
+        return msgspec.structs.replace(use, is_whole=is_whole, is_encoded=is_encoded)
 
     def _check(self, client: int, use: FeatureUse) -> None:
         """Check that this client has put a feature, and that it has as many rows as its request states."""
@@ -224,31 +232,32 @@ class Features:
 
     # --- preparation ---
 
-    share = 1.0  # the encoder itself gives way to steps (core/models/operations/turns.py)
+    share = 1.0  # it only copies
 
     def start(self) -> None:
         """Do nothing: everything it needs exists already."""
 
     def needs(self, message: Submission) -> bool:
-        """Return whether rows of the request are still to be computed."""
+        """Return whether rows of the request's embeddings are missing."""
         if not isinstance(message, AddRequest) or not message.features:
             return False
         with self._lock:
-            return any(use.digest not in self._rows for use in message.features)
+            return bool(self._missing(message))
 
     def prepare(self, message: Submission) -> bool:
-        """Compute the rows of one more of the request's features. Return whether more are left.
+        """Convert one more of the request's embeddings. Return whether more are left.
 
         Errors: InvalidRequestError.
         """
         if not isinstance(message, AddRequest):
             return False
         with self._lock:
-            missing = [use.digest for use in message.features if use.digest not in self._rows]
+            missing = self._missing(message)
             feature = self._wanted[missing[0]] if missing else None
         if feature is None:
             return False
-        rows, digest = self._rows_of(feature), missing[0]
+        rows: Floats = np.frombuffer(feature.data, "<f4").reshape(feature.shape).astype(np.float32)
+        digest = missing[0]
         if not np.isfinite(rows).all():
             raise InvalidRequestError("a feature of the request has numbers that are not finite")
         with self._lock:
@@ -263,23 +272,46 @@ class Features:
     def close(self) -> None:
         """Do nothing: the features' memory is freed when the process ends."""
 
-    def _rows_of(self, feature: PutFeature) -> Floats:
-        if feature.kind == EMBEDS:
-            rows: Floats = np.frombuffer(feature.data, "<f4").reshape(feature.shape).astype(np.float32)
-            return rows
-        assert feature.kind == PIXELS, feature.kind
-        assert self.encoder is not None, "a feature of pixels was admitted without an encoder"
-        self.num_encoded += 1
-        return self.encoder.encode(np.frombuffer(feature.data, np.uint8).reshape(feature.shape))
+    def _missing(self, message: AddRequest) -> list[bytes]:
+        """Return the digests of the request's embeddings without rows. Called with the lock held."""
+        return [use.digest for use in message.features if not use.is_encoded and use.digest not in self._rows]
 
     # --- in steps ---
 
-    def find(self, digest: bytes) -> Floats:
-        """Return the rows of a feature that a live request uses."""
+    def encode(self, digest: bytes) -> None:
+        """Encode an image that a live request uses, and keep its rows until drop()."""
+        rows = self._rows_of_image(digest)
         with self._lock:
-            rows = self._rows.get(digest)
-        assert rows is not None, f"the feature {digest.hex()[:16]} of a running request is gone"
-        return rows
+            self._encoded[digest] = rows
+
+    def _rows_of_image(self, digest: bytes) -> Floats:
+        with self._lock:
+            feature = self._wanted.get(digest)
+        assert feature is not None, f"the feature {digest.hex()[:16]} of a running request is gone"
+        assert self.encoder is not None, "an image was admitted without an encoder"
+        self.num_encoded += 1
+        return self.encoder.encode(np.frombuffer(feature.data, np.uint8).reshape(feature.shape))
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Free the rows of images, if they are there."""
+        with self._lock:
+            for digest in digests:
+                self._encoded.pop(digest, None)
+
+    def drop_all(self) -> None:
+        """Free the rows of all images."""
+        self.drop(list(self._encoded))
+
+    def find(self, digest: bytes) -> Floats:
+        """Return the rows of a feature that a live request uses.
+
+        An image that no plan has encoded is encoded here, and not kept: a plug-in scheduler may plan none.
+        """
+        with self._lock:
+            rows = self._encoded.get(digest)
+            if rows is None:
+                rows = self._rows.get(digest)
+        return self._rows_of_image(digest) if rows is None else rows
 
     # --- lives ---
 
@@ -308,11 +340,11 @@ def _bytes_of(kept: PutFeature | str) -> int:
     return len(kept) if isinstance(kept, str) else len(kept.data)
 
 
-def encoder_ns(features: Features | None) -> int:
-    """Return how long the encoder takes for an image: a step may have to wait that long. 0 = no encoder."""
+def encoder_ns(features: Features | None, num_tokens: int) -> int:
+    """Return how long the encoder takes for images of so many tokens, which a step may encode. 0 = no encoder."""
     encoder = None if features is None else features.encoder
     if encoder is None:
         return 0
     begin = time.perf_counter_ns()
     encoder.encode(np.zeros((encoder.image_size, encoder.image_size, 3), np.uint8))
-    return time.perf_counter_ns() - begin
+    return (time.perf_counter_ns() - begin) * (num_tokens // encoder.num_rows)

@@ -11,7 +11,6 @@ import numpy as np
 from core.models.config import EncoderParts, ModelConfig
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
-from core.models.operations.turns import Turns
 from core.models.parts.weight_parts import WeightParts
 from core.models.vision_parts import VisionParts
 from ipc.tables.arrays import Floats, Ints, UInt8s
@@ -27,10 +26,7 @@ _BLOCK = 16  # tokens per KV block; each image has its own blocks
 
 
 class VisionEncoder:
-    """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py).
-
-    turns: for the kernels, which steps use too.
-    """
+    """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py)."""
 
     def __init__(
         self,
@@ -44,8 +40,6 @@ class VisionEncoder:
         """Pack the weights. hidden_size: the text model's. weights: as in vision_shapes(), preferably in its order."""
         self.parts, self._dtype, self._library = parts, dtype, library
         self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
-        self.turns = Turns()
-        self.encode = self.turns.in_turn(self._encode)
         files = WeightParts(weights)
         self._operations = operations = CpuOperations(_config(parts), dtype, library)
         patches = files.take_matrix("patches.weight")
@@ -124,7 +118,7 @@ class VisionEncoder:
         """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
-    def _encode(self, pixels: UInt8s) -> Floats:
+    def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
         parts, count = self.parts, self._num_patches
         side, patch = parts.patches_per_side, parts.patch_size

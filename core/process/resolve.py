@@ -9,7 +9,7 @@ import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.state_slots import num_draft_states, num_state_slots
-from core.execution.token_budget import token_budget
+from core.execution.token_budget import encoder_sizes, token_budget
 from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.log_lines import counted
@@ -43,13 +43,15 @@ def resolve(
 ) -> ResolvedConfig:
     """Return the config with every size set.
 
-    It sets dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, including the null block), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
-    async_scheduling. Costs of preemption that are not given are 1 until resolve_costs(), which needs the cache.
+    It sets dtype, max_model_len, max_num_batched_tokens, max_num_encoder_input_tokens, encoder_cache_size,
+    kv_cache_memory_bytes, num_blocks_override (the number of KV blocks, including the null block), threads,
+    num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and async_scheduling. Costs of preemption that are not
+    given are 1 until resolve_costs(), which needs the cache.
     device_bytes: free bytes for the cache on a device. An encoder computes whole prompts and caches none of them.
 
     Errors: ConfigError if max_model_len exceeds the model's, kv_window or kv_page_blocks differ from the model's,
-    kv_dir has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
+    kv_dir has too few blocks on the host, or max_num_batched_tokens, max_num_encoder_input_tokens or
+    encoder_cache_size is too small (core/execution/token_budget.py).
     OutOfMemoryError, with what to change, if the cache cannot hold one request.
     """
     memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
@@ -83,6 +85,7 @@ def resolve(
         "kv_page_blocks": info.kv_page_blocks,
         "recompute_ns_per_token": config.recompute_ns_per_token or 1,
         "swap_ns_per_block": config.swap_ns_per_block or 1,
+        **encoder_sizes(config, info, budget),
     }
     return ResolvedConfig(**{**msgspec.structs.asdict(config), **decided})
 

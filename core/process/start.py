@@ -295,7 +295,8 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
     stores = open_stores(config, executor)
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, wait_ns=encoder_ns(features))
+    encoder_wait_ns = encoder_ns(features, config.max_num_encoder_input_tokens)
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, wait_ns=encoder_wait_ns)
     engine = _make_engine(start, config, executor, io, capture, box, stores)
     return engine._replace(rest=grammars.load_ahead) if generates(executor.info.tasks) else engine
 

@@ -301,6 +301,8 @@ class ModelRunner:
         self._adapter_rows.apply(plan)
         for row, uses in plan.features:
             self._feature_rows.add(row, uses)
+        if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs:
+            self._feature_rows.encode(plan)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """Return the model's inputs for a plan that has already been applied to the table."""
@@ -497,6 +499,14 @@ class FeatureRows:
     def remove(self, row: int) -> None:
         """Handle a row that has left, if it has features."""
         self.of_row.pop(row, None)
+
+    def encode(self, plan: SchedulerOutput) -> None:
+        """Drop and make the embeddings of images, as the plan says. The plan's rows have been added."""
+        assert self._features is not None, "the plan encodes images, but this executor does not support features"
+        self._features.drop(plan.freed_encoder_inputs)
+        for row, places in plan.scheduled_encoder_inputs:
+            for place in places:
+                self._features.encode(self.of_row[row][place].digest)
 
     def of_step(self, inputs: StepInputs) -> StepFeatures | None:
         """Return the step's token ids and the embeddings for some of them, or None if no token belongs to a feature.

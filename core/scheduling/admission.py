@@ -186,7 +186,7 @@ class Admission:
     def _cut(self, start: RequestStart, budget: int, draft: Draft) -> Examined | None:
         """Cut the request's tokens to the budget, or return what it lacks: tokens, or a limit's resource."""
         missing = start.num_missing_tokens
-        start.num_tokens = min(start.num_tokens, budget)
+        start.num_tokens = count = min(start.num_tokens, budget)
         if start.num_tokens < missing:
             least = 1 if self._is_chunked else missing
             if start.num_tokens < least:
@@ -196,6 +196,8 @@ class Admission:
         for limit in self._limits:
             if refusal := limit.lacks(start, draft):
                 return refusal
+        if start.num_tokens < count == missing:  # a limit has cut it
+            return self._partial_prefills.lacks(start, draft)
         return None
 
     def _start_of(self, request: Request, room: "_Room") -> RequestStart:

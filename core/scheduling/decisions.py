@@ -24,6 +24,7 @@ class Verdict(IntEnum):
     NO_BLOCKS = 16  # the KV cache has no room for its tokens
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
     NO_ADAPTER = 18  # running requests use max_loras other adapters
+    NO_ENCODER_BUDGET = 19  # the step has no room for its image: in the encoder's budget, or in the encoder cache
 
 
 class Cause(IntEnum):
@@ -38,7 +39,7 @@ class Examined(NamedTuple):
 
     request: Request
     verdict: Verdict
-    needed: int  # in the verdict's unit: rows, tokens, blocks or prompts
+    needed: int  # in the verdict's unit: rows, tokens (also of an image), blocks or prompts
     available: int
 
 

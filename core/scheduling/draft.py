@@ -1,5 +1,6 @@
 """Draft: the plan of a step while it is being made, with notes for the decision record."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.new_blocks import NewBlocks
+from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.execution.plan import NewPooling, NewRow, RowBlocks, SavedStates, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
@@ -35,6 +37,11 @@ class Draft:
     rows, counts [n]: running rows and their tokens, in the order in which they are served; a count may be 0.
     budget: tokens that are still available.
     """
+
+    #: Images that this step encodes: requests, and the places of these images among their features; and the digests of
+    #: those whose embeddings are dropped first. Set by EncoderInputs, so that other steps do nothing for them.
+    encoded: Sequence[tuple[Request, list[int]]] = ()
+    dropped: Sequence[bytes] = ()
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
         self.step = step
@@ -187,4 +194,6 @@ def finish_plan(
         saved_after=NO_INT32S if draft.saved is None else draft.saved.after,
         saved_slots=NO_INT32S if draft.saved is None else draft.saved.slots,
         num_common_prefix_blocks=num_common_blocks,
+        scheduled_encoder_inputs=[(request.row, places) for request, places in draft.encoded],
+        freed_encoder_inputs=[*draft.dropped],
     )

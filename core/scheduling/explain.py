@@ -93,6 +93,9 @@ class _Explainer:
             requests=[self._of(request) for request in requests],
             num_left_out=num_left_out,
             num_common_prefix_blocks=scheduler.num_common_blocks,
+            max_num_encoder_input_tokens=scheduler.encoder_inputs.budget,
+            encoder_cache_size=scheduler.encoder_inputs.cache_size,
+            num_encoder_cache_tokens=scheduler.encoder_inputs.num_cached_tokens,
         )
 
     def _some(self, limit: int) -> tuple[list[Request], int]:
@@ -149,6 +152,9 @@ class _Explainer:
         missing = int(self._scheduler.batch.lacking(np.array([row]), ends)[0])
         if missing > 0 and (decision.budget or missing > decision.num_free_blocks):
             return Reason.SKIPPED_BLOCKS, missing, decision.num_free_blocks
+        request, begin = self._scheduler.table.request[row], int(table.num_computed_tokens[row])
+        if decision.budget and request and (lacking := self._scheduler.encoder_inputs.missing_at(request, begin)):
+            return Reason.SKIPPED_ENCODER_BUDGET, lacking, 0
         if takes_turns and decision.budget:
             return Reason.NEXT_TURN, 0, 0
         return Reason.SKIPPED_BUDGET, wanted, decision.budget

@@ -25,6 +25,7 @@ from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import make_exchange
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
+from core.scheduling.encoder_inputs import EncoderInputs
 from core.scheduling.ends import Ends
 from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
@@ -90,6 +91,7 @@ class Scheduler:
         )
         self._group_rows: GroupRows | None = None  # created by the first beam search
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
+        self.encoder_inputs = EncoderInputs(parts, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: whether it can take plans
         self.decision: Decision | None = None  # the last step's
         self.num_common_blocks = 0  # of the last plan that ran
@@ -145,6 +147,8 @@ class Scheduler:
             self._enter_search(live)
         if choices[0].features:
             self._wholes.enter(choices[0])
+            if self.encoder_inputs.enter(choices[0]) and not self.starts_alone:
+                self._fill = self._images_first
         for request in live:
             request.arrival_ns = now_ns
             if request.tenant:
@@ -280,6 +284,7 @@ class Scheduler:
     def lose_executor(self) -> None:
         """Make all requests wait, and run nothing until restore_executor(): rows, blocks and copies are lost."""
         self.preemption.lose_all(self._requests.all())
+        self.encoder_inputs.forget()
         self.has_executor = False
 
     def sleep(self, level: int) -> None:
@@ -347,6 +352,12 @@ class Scheduler:
     def _running_first(self, draft: Draft) -> None:
         """Fill a step with chunked prefill. Running rows go first; starting prompts get the rest of the step."""
         self._running_rows.fill(draft)
+        self.admission.fill(draft, self.max_num_seqs)
+
+    def _images_first(self, draft: Draft) -> None:
+        """Fill a step as _running_first() does, but give what running rows' images leave over to starting prompts."""
+        self._running_rows.fill(draft)
+        self.encoder_inputs.begin_step(draft)
         self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
@@ -487,6 +498,7 @@ class Scheduler:
         assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"
         swapped = [request.swapped.slots for request in self._requests.all() if request.swapped is not None]
         self.preemption.swap_space.check_integrity(swapped)
+        self.encoder_inputs.check_integrity()
 
 
 def create(config: ResolvedConfig, info: ModelInfo, epoch: int, *, policy: BuildPolicy = build_policy) -> Scheduler:

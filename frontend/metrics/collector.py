@@ -117,6 +117,8 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "engine_core_host_hit_blocks": ("num_host_hits", "Evicted KV blocks that came back from the host."),
     "engine_core_fetched_blocks": ("num_fetched_blocks", "KV blocks read from files."),
     "engine_core_stored_blocks": ("num_stored_blocks", "KV blocks written to files."),
+    "engine_core_encoder_inputs": ("num_encoder_inputs", "Images encoded."),
+    "engine_core_encoder_hits": ("num_encoder_hits", "Images whose embeddings the encoder cache had."),
     "engine_core_skipped": ("num_skipped", "Times a running request wanted tokens and got none."),
 }
 GAUGES: dict[str, tuple[str, str]] = {

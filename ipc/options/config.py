@@ -188,6 +188,14 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     max_num_partial_prefills: Annotated[
         int, Option("scheduling", "prompts that may be partly computed at the same time; 0 = no limit", 0, 65_536)
     ] = 0
+    max_num_encoder_input_tokens: Annotated[
+        int | None,
+        Option("scheduling", "most tokens of images that a step encodes; default: one image", 0, 2**20),
+    ] = None
+    encoder_cache_size: Annotated[
+        int | None,
+        Option("scheduling", "tokens of images whose embeddings are kept; default: 256 MiB of them", 0, 2**31 - 1),
+    ] = None
     scheduler_delay_factor: Annotated[
         float,
         Option(

@@ -144,7 +144,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "disable_sliding_window": (False,),
     "download_dir": (),
     "ec_transfer_config": (),
-    "encoder_cache_size": (),
     "enable_dbo": (False,),
     "enable_eplb": (False,),
     "enable_expert_parallel": (False,),
@@ -170,7 +169,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "mamba_cache_dtype": ("auto",),
     "mamba_cache_mode": ("none",),
     "mamba_ssm_cache_dtype": ("auto",),
-    "max_num_encoder_input_tokens": (),
     "mm_encoder_only": (False,),
     "mm_processor_kwargs": ({},),
     "model_loader_extra_config": ({},),
@@ -207,18 +205,15 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "worker_extension_cls": ("",),
 }
 #: An image is encoded before its request is scheduled.
-_ENCODED_BEFORE = "images are encoded before they are scheduled; limit_mm_per_prompt bounds those of a prompt"
 _BY_RAY = "distributed_executor_backend='ray' lets Ray place an engine's ranks; engine-core ray places whole engines"
 #: What to do instead.
 _INSTEAD = {
     "data_parallel_size": "start several engines",
     "download_dir": "set the cache's folder with the environment variable HF_HOME",
-    "encoder_cache_size": _ENCODED_BEFORE,
     "engine_use_ray": _BY_RAY,
     "hf_token": "set the environment variable HF_TOKEN",
     "logits_processors": "logit_bias, bad_words and structured outputs edit logits (docs/vllm.md)",
     "master_port": "write it to master_addr, as HOST:PORT",
-    "max_num_encoder_input_tokens": _ENCODED_BEFORE,
     "num_scheduler_steps": "async_scheduling computes a step while the next one is scheduled",
     "otlp_traces_endpoint": "engine-core serve --http --otlp-traces-endpoint sends spans",
     "served_model_name": "use engine-core http --served-model-name",

@@ -1,5 +1,7 @@
 """ResolvedConfig: an EngineConfig in which the engine has decided every size. core/process/resolve.py makes it."""
 
+import msgspec
+
 from ipc.options.config import EngineConfig
 
 
@@ -22,6 +24,8 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True
     async_scheduling: bool
     recompute_ns_per_token: int
     swap_ns_per_block: int
+    max_num_encoder_input_tokens: int = 0  # 0: the model has no images
+    encoder_cache_size: int = 0
 
     def __post_init__(self) -> None:
         undecided = [name for name in DECIDED if getattr(self, name) is None]
@@ -29,5 +33,5 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True
         super().__post_init__()
 
 
-#: The options that the engine decides.
-DECIDED = tuple(ResolvedConfig.__annotations__)
+#: The options that the engine decides. Those with a default are missing from captures of earlier versions.
+DECIDED = tuple(field.name for field in msgspec.structs.fields(ResolvedConfig) if field.required)

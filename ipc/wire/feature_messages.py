@@ -40,6 +40,8 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     digest: bytes  # feature_digest() of it
     #: Its tokens attend to each other, so one step computes them. The engine sets it, whatever a client says.
     is_whole: bool = False
+    #: Its rows are computed from an image, in the step that needs them. The engine sets it too.
+    is_encoded: bool = False
 
 
 #: Those of a request; their number is checked before they are decoded.

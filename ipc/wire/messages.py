@@ -322,6 +322,9 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_stored_blocks: int = 0  # written from there to files
     weights_version: int = 0  # now: of the weights in use; see WeightsMark
     sleep_level: int = 0  # now: 0 = awake; 1 = without its KV cache, 2 = without its weights too
+    num_head_no_encoder_budget: int = 0  # as num_head_no_row above
+    num_encoder_inputs: int = 0  # images that were encoded
+    num_encoder_hits: int = 0  # images that were not, because the encoder cache had them
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

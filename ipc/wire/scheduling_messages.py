@@ -72,11 +72,13 @@ class Reason(IntEnum):
     NO_BLOCKS = 16  # blocks: too few are left, see the other numbers
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
     NO_ADAPTER = 18  # requests with max_loras other adapters run
+    NO_ENCODER_BUDGET = 19  # tokens of its next image, which the step, or the encoder cache, had no room for
     IN_FLIGHT = 32  # it runs, but its last token is in a step in flight
     SKIPPED_BUDGET = 33  # it runs, but requests served before it took the step's tokens
     SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, but requests served before it took the free ones
     PROMPTS_FIRST = 35  # it runs, but the step had only prompts (enable_chunked_prefill=false)
     NEXT_TURN = 36  # it runs, but its turn comes in a later step (pipeline_parallel_size)
+    SKIPPED_ENCODER_BUDGET = 37  # as NO_ENCODER_BUDGET, but it runs
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
@@ -172,3 +174,6 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     requests: list[RequestExplanation]
     num_left_out: int  # requests beyond the limit
     num_common_prefix_blocks: int = 0  # leading blocks that all running requests have in common
+    max_num_encoder_input_tokens: int = 0  # of images that a step encodes; 0 = the model has no images
+    encoder_cache_size: int = 0  # tokens of images whose embeddings are kept
+    num_encoder_cache_tokens: int = 0  # of these, in use

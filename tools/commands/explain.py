@@ -193,6 +193,11 @@ def describe_reason(one: RequestExplanation) -> str:
             return "the limit of prompts computed in chunks is reached (max_num_partial_prefills)"
         case Reason.NO_ADAPTER:
             return "the limit of adapters in use is reached (max_loras)"
+        case Reason.NO_ENCODER_BUDGET | Reason.SKIPPED_ENCODER_BUDGET:
+            return (
+                f"its next image has {counted(one.needed, 'token')}, and the step could encode {one.available} more "
+                "(max_num_encoder_input_tokens, encoder_cache_size)"
+            )
         case Reason.IN_FLIGHT:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:

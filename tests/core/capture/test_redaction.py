@@ -287,11 +287,13 @@ def test_features_are_decided_by_their_ids_and_leave_no_digest(
         if isinstance(message, AddPooling) or len(message.prompt_token_ids) < 12 or number % 3:
             return message
         ids = np.frombuffer(message.prompt_token_ids, "<i4").copy()
-        ids[:2] = -1 - number % 2
-        uses = [FeatureUse(0, 2, b"digest-canary" + bytes([number % 2]), number % 2 == 0)]
+        feature = number % 12 // 3  # two are images
+        ids[:2] = -1 - feature
+        uses = [FeatureUse(0, 2, b"digest-canary" + bytes([feature]), feature % 2 == 0, feature < 2)]
         return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
-    capture(path, CONFIG, seed=3, num_steps=80, make=make)
+    config = msgspec.structs.replace(CONFIG, max_num_encoder_input_tokens=2, encoder_cache_size=2)
+    capture(path, config, seed=3, num_steps=80, make=make)
     assert b"digest-canary" in path.read_bytes()
     assert main([str(path)]) == 0
     redact(CaptureFile(path), str(out))

@@ -61,10 +61,11 @@ def test_images_are_whole_where_the_model_says_so_and_whatever_a_client_says() -
         for placed in (embeds(1.0), image(3)):
             features.put(1, placed.feature)
         message = asks(embeds(1.0, at=1), image(3, at=5))
-        claimed = [msgspec.structs.replace(use, is_whole=True) for use in message.features]
+        claimed = [msgspec.structs.replace(use, is_whole=True, is_encoded=True) for use in message.features]
         for given in (message, msgspec.structs.replace(message, features=claimed)):
             admitted = features.admit(1, given)
             assert [use.is_whole for use in admitted.features] == [False, is_whole]
+            assert [use.is_encoded for use in admitted.features] == [False, True]
             del admitted
 
 
@@ -78,19 +79,31 @@ def test_tokens_of_features_have_the_numbers_of_their_content() -> None:
     assert ids_of(again)[:7] == [-2, -2, -2, -3, -3, -1, -1]
 
 
-def test_an_image_is_encoded_once() -> None:
-    encoder = Encoder()
-    features = Features(WIDTH, encoder)
+def test_an_image_is_encoded_when_a_plan_says_so_and_kept_until_one_drops_it() -> None:
+    features = Features(WIDTH, encoder := Encoder())
     features.put(1, image(7).feature)
-    for _ in range(3):
-        message = features.admit(1, asks(image(7), image(7, at=5)))
-        assert features.needs(message) == (not encoder.seen)
-        features.prepare(message)
-        assert (features.find(message.features[0].digest) == 7).all()
-        del message
-        gc.collect()
-    assert encoder.seen == [7]
-    assert features.num_encoded == 1
+    message = features.admit(1, asks(image(7), image(7, at=5)))
+    assert not features.needs(message)  # nothing before the step
+    features.forget(1)  # the request keeps the pixels
+    digest = message.features[0].digest
+    for count in (1, 2):
+        features.encode(digest)
+        for _ in range(3):
+            assert (features.find(digest) == 7).all()
+        assert features.num_encoded == count
+        features.drop([digest, b"unknown"])
+    features.encode(digest)
+    features.drop_all()
+    assert not features._encoded
+    for count in (4, 5):  # no plan says anything, as a plug-in scheduler's
+        assert (features.find(digest) == 7).all()
+        assert features.num_encoded == count
+    del message
+    gc.collect()
+    assert not features._wanted
+    with pytest.raises(AssertionError, match="is gone"):
+        features.encode(digest)
+    assert encoder.seen == [7] * 5
 
 
 def test_another_client_has_not_what_this_one_has_put() -> None:
@@ -105,14 +118,12 @@ def test_another_client_has_not_what_this_one_has_put() -> None:
 
 def test_rows_that_are_here_serve_only_who_has_put_them() -> None:
     """Nobody learns of another client's images by asking for them."""
-    features = Features(WIDTH, encoder := Encoder())
+    features = Features(WIDTH, Encoder())
     features.put(1, image(7).feature)
-    features.prepare(features.admit(1, asks(image(7))))
+    message = features.admit(1, asks(image(7)))
+    features.encode(message.features[0].digest)
     with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(2, asks(image(7)))
-    features.put(2, image(7).feature)
-    assert not features.needs(features.admit(2, asks(image(7))))
-    assert encoder.seen == [7]
 
 
 def test_a_shape_without_end_is_not_kept() -> None:
@@ -137,38 +148,34 @@ def test_a_session_keeps_so_many_features_however_small(monkeypatch: pytest.Monk
 
 
 def test_rows_go_in_the_order_in_which_they_became_idle() -> None:
-    features = Features(WIDTH, encoder := Encoder(), max_cached_bytes=2 * 4 * WIDTH * ROWS)
+    features = Features(WIDTH, max_cached_bytes=2 * 4 * WIDTH * ROWS)
     for value in (1, 2, 3):
-        features.put(1, image(value).feature)
-    held = features.admit(1, asks(image(1)))
+        features.put(1, embeds(value, ROWS).feature)
+    held = features.admit(1, asks(embeds(1, ROWS)))
     for value in (1, 2, 1, 3):  # 2 gives way to 3; 1 is held
-        features.prepare(features.admit(1, asks(image(value))))
+        features.prepare(features.admit(1, asks(embeds(value, ROWS))))
     gc.collect()
-    features.put(1, image(1).feature)
+    features.put(1, embeds(1, ROWS).feature)
     for value, is_there in ((1, True), (3, True), (2, False)):
-        message = features.admit(1, asks(image(value)))
+        message = features.admit(1, asks(embeds(value, ROWS)))
         assert features.needs(message) != is_there, value
         del message
-    assert encoder.seen == [1, 2, 3]
     del held
 
 
-def test_one_image_is_prepared_at_a_time() -> None:
-    features = Features(WIDTH, encoder := Encoder())
-    for value in (1, 2):
-        features.put(1, image(value).feature)
-    message = features.admit(1, asks(image(1), image(2, at=5), image(1, at=8)))
-    assert [features.prepare(message) for _ in range(3)] == [True, False, False]
-    assert encoder.seen == [1, 2]
-
-
-def test_an_image_that_is_not_encoded_yet_counts_with_its_pixels() -> None:
+def test_embeddings_are_prepared_one_at_a_time() -> None:
     features = Features(WIDTH, Encoder())
-    features.put(1, image(1).feature)
-    message = features.admit(1, asks(image(1)))
-    assert features.num_bytes(message) == 4 * WIDTH * ROWS + 3 * SIDE * SIDE
-    features.prepare(message)
-    assert features.num_bytes(message) == 4 * WIDTH * ROWS
+    for placed in (embeds(1), embeds(2), image(3)):
+        features.put(1, placed.feature)
+    message = features.admit(1, asks(embeds(1), embeds(2, at=3), image(3, at=5), embeds(1, at=8)))
+    assert [features.prepare(message) for _ in range(3)] == [True, False, False]
+    assert features.num_encoded == 0
+
+
+def test_an_image_counts_with_its_pixels() -> None:
+    features = Features(WIDTH, Encoder())
+    assert features.num_bytes(asks(image(1), embeds(1, at=5))) == 3 * SIDE * SIDE + 2 * 4 * WIDTH
+    assert features.num_bytes(asks(embeds(1, 50), length=60)) == 50 * 4 * WIDTH
 
 
 def test_a_request_keeps_what_it_was_admitted_with() -> None:

@@ -1,7 +1,6 @@
 """The vision encoders against transformers: rows, error, places, and an image's rows in any company."""
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,13 @@ import torch
 from core.executors.local import LocalExecutor
 from core.features.store import Features
 from core.models.architectures.vision_architectures import is_unused, text_name, vision_name
-from core.models.operations.turns import Turns
 from core.models.vision_encoder import VisionEncoder, position_ids
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
-from ipc.params.sampling_params import SamplingParams
-from ipc.wire.feature_messages import FeatureUse
-from ipc.wire.messages import AddRequest
 from kernels.cpu.library import load_cpu_library
 from tests.core.models import gemma3_checkpoint
 from tests.core.models.idefics3_checkpoint import ROWS, SQUARE, noise, tiny_model, write_checkpoint
-from tests.placed_images import placed_image
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -133,45 +127,6 @@ def test_places_are_found_as_transformers_finds_them(side: int) -> None:
         mask = torch.ones(1, side, side, dtype=torch.bool)
         ids = module(torch.zeros(1, 3, 4 * side, 4 * side), mask).reshape(-1)
     assert position_ids(side).tolist() == ids.int().tolist()
-
-
-def test_a_second_question_on_an_image_runs_no_encoder(folder: Path) -> None:
-    features = executor(folder).features
-    assert features is not None
-    placed = placed_image(noise(SQUARE, SQUARE, 1), 2, ROWS)
-    for question in range(3):
-        features.put(1, placed.feature)
-        use = FeatureUse(2, ROWS, placed.use.digest)
-        ids = np.arange(40 + question, dtype="<i4").tobytes()
-        message = features.admit(1, AddRequest(question, ids, SamplingParams(), 0, features=[use]))
-        while features.prepare(message):
-            pass
-        assert features.num_encoded == 1
-
-
-def test_threads_take_turns() -> None:
-    """A thread that asks again and again does not keep the other one waiting."""
-    turns, order, both = Turns(), list[str](), threading.Barrier(2)
-
-    def run(name: str) -> None:
-        work = turns.in_turn(order.append)
-        both.wait()
-        for _ in range(200):
-            work(name)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(order) == ["a"] * 200 + ["b"] * 200
-
-    def fail(_: int) -> None:
-        raise KeyError
-
-    for _ in range(2):  # the turn ends with the error
-        with pytest.raises(KeyError):
-            turns.in_turn(fail)(0)
 
 
 WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [

@@ -204,3 +204,26 @@ def test_files_of_blocks_need_room_for_two_on_the_host(host: dict[str, int], tol
     assert (resolved(**options).num_host_blocks or 0) < 2, "the host's memory alone may have any size"
     with pytest.raises(ConfigError, match=told):
         resolved(**options, kv_dir="kv")
+
+
+def test_images_have_a_budget_and_a_cache() -> None:
+    info = msgspec.structs.replace(INFO, image_tokens=64, image_token_bytes=4096)
+
+    def sizes(**options: object) -> tuple[int, int]:
+        given = EngineConfig(**options)  # type: ignore[arg-type]
+        config = resolve(given, info, blocks_in, total_memory_bytes=64 * GIB, num_cpus=4)
+        return config.max_num_encoder_input_tokens, config.encoder_cache_size
+
+    assert sizes() == (64, 65_536)  # 256 MiB
+    assert sizes(max_num_encoder_input_tokens=640, encoder_cache_size=64) == (640, 64)
+    assert sizes(enable_chunked_prefill=False) == (2048, 65_536)
+    for name in ("max_num_encoder_input_tokens", "encoder_cache_size"):
+        for value in (0, 63):
+            with pytest.raises(
+                ConfigError, match=f"{name}={value}: an image of tiny has 64 tokens: set it to at least 64"
+            ):
+                sizes(**{name: value})
+        with pytest.raises(ConfigError, match="one step encodes all images of a prompt: set it to at least 2048"):
+            sizes(enable_chunked_prefill=False, **{name: 640})
+    none = resolved(max_num_encoder_input_tokens=640)
+    assert (none.max_num_encoder_input_tokens, none.encoder_cache_size) == (0, 0)

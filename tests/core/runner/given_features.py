@@ -18,6 +18,6 @@ def with_features(
         return sent
     own = [FeatureUse(use.position, use.num_rows, use.digest) for use in uses]  # whose lives are the request's
     message = features.admit(0, msgspec.structs.replace(message, features=own))
-    while features.prepare(message):
+    while features.needs(message) and features.prepare(message):
         pass
     return client, message

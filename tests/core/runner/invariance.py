@@ -315,12 +315,15 @@ def run(
     settings = {**state_memory(model, settings.get("rows", 33)), **settings}
     engine, recorder = recorded_engine(model, small_config(**settings), adapters=adapters, features=features)
     begin(engine)
+    num_encoded = 0 if features is None else features.num_encoded
     drive(engine, recorder, list(first))
     cached = engine.scheduler.stats.prefix_cache_hits
     target = request(TARGET, prompt, max_tokens, temperature, **(params or {}))
     target = with_features(with_adapter(target, adapter), features, uses)
     inbox = [*neighbours, target]
     heard = drive(engine, recorder, list(inbox), between)
+    if features is not None:  # otherwise a plan has not said what its step needs
+        assert features.num_encoded - num_encoded == engine.scheduler.stats.num_encoder_inputs
     tokens = {choice: ids for (number, choice), ids in heard.tokens.items() if number == TARGET and ids}
 
     def stacked(kept: dict[tuple[int, int, int], Floats]) -> dict[int, Floats]:

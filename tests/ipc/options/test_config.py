@@ -325,7 +325,6 @@ def test_other_names_and_texts_of_options(given: dict[str, Any], ours: dict[str,
         ({"distributed_executor_backend": "ray", "device": "cuda"}, "for device='cpu'"),
         ({"distributed_executor_backend": "ray", "enable_lora": True}, "leave out the workers"),
         ({"sliding_window": 4096}, "it is kv_window"),
-        ({"max_num_encoder_input_tokens": 2048}, "limit_mm_per_prompt bounds"),
         ({"device": "npu"}, r"device must be one of cpu, cuda.*; got 'npu': .*docs/executors.md"),
         ({"device": "a b"}, "device must be"),
         ({"device": "npu", "executor": "fake"}, "executor='fake' runs on cpu and cuda; got device='npu'"),
@@ -350,7 +349,7 @@ OF_THE_DESIGN_NOTES: dict[str, tuple[object, dict[str, Any]]] = {
     "enable_chunked_prefill": (False, {"enable_chunked_prefill": False}),
     "enable_lora": (True, {"enable_lora": True}),
     "enable_prefix_caching": (False, {"enable_prefix_caching": False}),
-    "encoder_cache_size": (None, {}),
+    "encoder_cache_size": (4096, {"encoder_cache_size": 4096}),
     "engine_use_ray": (False, {}),
     "gpu_memory_utilization": (0.8, {"gpu_memory_utilization": 0.8}),
     "kv_transfer_config": (None, {}),
@@ -359,7 +358,7 @@ OF_THE_DESIGN_NOTES: dict[str, tuple[object, dict[str, Any]]] = {
     "max_loras": (2, {"max_loras": 2}),
     "max_model_len": (512, {"max_model_len": 512}),
     "max_num_batched_tokens": (256, {"max_num_batched_tokens": 256}),
-    "max_num_encoder_input_tokens": (None, {}),
+    "max_num_encoder_input_tokens": (2048, {"max_num_encoder_input_tokens": 2048}),
     "max_num_seqs": (8, {"max_num_seqs": 8}),
     "num_cpu_blocks": (64, {"num_swap_blocks": 64}),
     "num_gpu_blocks": (64, {"num_blocks_override": 64}),
@@ -404,7 +403,7 @@ def test_names_that_are_no_options_say_what_is_meant() -> None:
 OF_ANOTHER_MEANING = ("from_request", "pop_request", "request_ids", "add_num_seqs", "num_gpu_slots", "swap_policy")
 
 
-@pytest.mark.parametrize("name", [*OF_ANOTHER_MEANING, "max_num_encoder_tokens", "num_host_slots", "kv_host_blocks"])
+@pytest.mark.parametrize("name", [*OF_ANOTHER_MEANING, "num_host_slots", "kv_host_blocks"])
 def test_no_option_of_another_meaning_is_suggested(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown option '{name}'; known options: "):
         config_from_options(**{name: 1})

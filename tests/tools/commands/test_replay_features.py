@@ -54,8 +54,9 @@ def make_images(number: int, rng: random.Random) -> AddRequest | AddPooling:
     if len(message.prompt_token_ids) < 12 or number % 3:
         return message
     ids = np.frombuffer(message.prompt_token_ids, "<i4").copy()
-    ids[:2] = -1 - number % 2
-    uses = [FeatureUse(0, 2, b"digest" + bytes([number % 2]), number % 2 == 0)]
+    feature = number % 12 // 3  # two are encoded in steps
+    ids[:2] = -1 - feature
+    uses = [FeatureUse(0, 2, b"digest" + bytes([feature]), feature % 2 == 0, feature < 2)]
     return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
 
@@ -83,7 +84,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "host": ({"num_host_blocks": 12, "num_blocks_override": 16}, None, None),
     "states": ({"kv_cache_memory_bytes": 40_000}, None, have_states),
     "adapters": ({"enable_lora": True, "max_loras": 1}, make_adapted, take_any_adapter),
-    "images": ({}, make_images, None),
+    "images": ({"max_num_encoder_input_tokens": 2, "encoder_cache_size": 2}, make_images, None),
     "forced tokens": (
         {"executor_options": fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS)},
         make_structured,

@@ -35,11 +35,14 @@ _WAITS = {
     Reason.FETCHING: "waits for KV blocks from files",
     Reason.NO_BLOCKS: "waits for KV blocks",
     Reason.PARTIAL_PREFILLS: "waits for other prompts (max_num_partial_prefills)",
+    Reason.NO_ADAPTER: "waits for other requests' adapters (max_loras)",
+    Reason.NO_ENCODER_BUDGET: "waits for its image (max_num_encoder_input_tokens, encoder_cache_size)",
     Reason.IN_FLIGHT: "runs, its last token in flight",
     Reason.SKIPPED_BUDGET: "runs without tokens: others took the step's",
     Reason.SKIPPED_BLOCKS: "runs without tokens: others took the blocks",
     Reason.PROMPTS_FIRST: "runs without tokens: the step has only prompts",
     Reason.NEXT_TURN: "runs, its turn comes in a later step (pipeline_parallel_size)",
+    Reason.SKIPPED_ENCODER_BUDGET: "runs without tokens: others' images took the encoder's budget",
 }
 
 
