@@ -16,6 +16,9 @@ from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
 from ipc.wire.feature_messages import FeatureUse
 
+_NO_IMAGES: list[tuple[int, list[int]]] = []
+_NONE_DROPPED: list[bytes] = []
+
 
 class DraftTokens(NamedTuple):
     """Guessed tokens (drafts) of some rows: counts[i] > 0 of rows[i], row after row."""
@@ -38,10 +41,11 @@ class Draft:
     budget: tokens that are still available.
     """
 
-    #: Images that this step encodes: requests, and the places of these images among their features; and the digests of
-    #: those whose embeddings are dropped first. Set by EncoderInputs, so that other steps do nothing for them.
-    encoded: Sequence[tuple[Request, list[int]]] = ()
-    dropped: Sequence[bytes] = ()
+    #: Images that this step encodes, and drops before; see SchedulerOutput. EncoderInputs sets them, so other steps do
+    #: nothing for them. Those of starting requests, whose rows are not known yet, are added with the rows.
+    encoded: list[tuple[int, list[int]]] = _NO_IMAGES
+    encoded_at_start: Sequence[tuple[Request, list[int]]] = ()
+    dropped: list[bytes] = _NONE_DROPPED
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
         self.step = step
@@ -99,6 +103,8 @@ class Draft:
                 self.adapters.append((row, request.adapter.digest))
             if request.features:
                 self.features.append((row, request.features))
+                if self.encoded_at_start:
+                    self.encoded += [(row, places) for one, places in self.encoded_at_start if one is request]
             for number, other in enumerate(start.others):
                 self.blocks.add_other(number, np.full(len(other.block_ids), row), other.block_ids)
 
@@ -194,6 +200,6 @@ def finish_plan(
         saved_after=NO_INT32S if draft.saved is None else draft.saved.after,
         saved_slots=NO_INT32S if draft.saved is None else draft.saved.slots,
         num_common_prefix_blocks=num_common_blocks,
-        scheduled_encoder_inputs=[(request.row, places) for request, places in draft.encoded],
-        freed_encoder_inputs=[*draft.dropped],
+        scheduled_encoder_inputs=draft.encoded,
+        freed_encoder_inputs=draft.dropped,
     )

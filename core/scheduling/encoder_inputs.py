@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from core.batch.request import Request
+from core.batch.request import NO_ROW, Request
 from core.batch.table import RequestStart
 from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.draft import Draft
@@ -140,7 +140,8 @@ class EncoderInputs:
                 self._stats.num_encoder_inputs += len(encoded)
         self._needs = None
         self._cache(needed)
-        draft.encoded = new
+        draft.encoded = [(request.row, places) for request, places in new if request.row != NO_ROW]
+        draft.encoded_at_start = [(request, places) for request, places in new if request.row == NO_ROW]
         if self._dropped and (draft.starts or draft.counts.any()):
             draft.dropped, self._dropped = self._dropped, []
 
