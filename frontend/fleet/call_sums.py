@@ -112,6 +112,9 @@ _SUMMED = (
     "num_watermark_blocks",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_num_encoder_input_tokens",
+    "encoder_cache_size",
+    "num_encoder_cache_tokens",
 )
 
 

@@ -88,6 +88,12 @@ def test_a_second_question_reads_the_cache_and_another_image_does_not(llm: LLM) 
     other = llm.generate(asked(changed), GREEDY, use_tqdm=False)[0]
     assert other.prompt_token_ids == first.prompt_token_ids
     assert other.num_cached_tokens < 32
+    before = llm.statistics()
+    llm.reset_prefix_cache()
+    llm.generate(asked(IMAGES[0]), GREEDY, use_tqdm=False)
+    after = llm.statistics()
+    assert after.num_encoder_inputs == before.num_encoder_inputs
+    assert after.num_encoder_hits == before.num_encoder_hits + 7  # its squares
 
 
 def test_chats(llm: LLM, tmp_path: Path) -> None:

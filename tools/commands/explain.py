@@ -110,6 +110,11 @@ def describe_all(explanation: Explanation) -> list[str]:
         f"last step: {e.max_num_batched_tokens - e.budget} of {counted(e.max_num_batched_tokens, 'token')} used, "
         f"{counted(e.num_skipped, 'row')} skipped",
     ]
+    if e.encoder_cache_size:
+        lines.append(
+            f"images: a step encodes {counted(e.max_num_encoder_input_tokens, 'token')} at most; the embeddings of "
+            f"{e.num_encoder_cache_tokens} of {counted(e.encoder_cache_size, 'token')} are kept"
+        )
     if e.pause:
         lines.append(_PAUSES[e.pause])
     if e.requests:

@@ -20,6 +20,7 @@ from tests.core.driving import ByHand, add_message, small_config
 from tests.core.scheduling.gold_entry import Block, Entry
 from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run
 from tests.core.scheduling.gold_options import GoldWithOptions
+from tools.commands.explain import describe_all
 
 ROWS = 4
 
@@ -128,6 +129,9 @@ def test_a_text_passes_a_request_that_waits_for_its_image() -> None:
     assert [one.reason for one in answer.requests] == [Reason.NO_ENCODER_BUDGET]
     assert (answer.max_num_encoder_input_tokens, answer.encoder_cache_size) == (ROWS, 100 * ROWS)
     assert answer.num_encoder_cache_tokens == ROWS
+    lines = describe_all(answer)
+    assert "images: a step encodes 4 tokens at most; the embeddings of 4 of 400 tokens are kept" in lines
+    assert any("its next image has 4 tokens, and the step could encode 0 more" in line for line in lines)
     assert machine.scheduler.make_stats().num_head_no_encoder_budget == 1
     assert machine.step() == {1: 1, 3: 1, 2: 12}
 
