@@ -47,7 +47,7 @@ class BlackBox:
 
     fd: the memory file's; -1 = it is not read. A file of another size, created by an owner of another version, is not
     used either. num_rows: the engine's max_num_seqs. warm_up_ns: how long Executor.warm_up() took, used to predict the
-    first step; 0 = unknown. wait_ns: how long any step may wait for its turn.
+    first step; 0 = unknown. wait_ns: how long the images of any step may take.
     """
 
     def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, *, wait_ns: int = 0) -> None:
