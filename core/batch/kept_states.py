@@ -9,13 +9,15 @@ A step stores states while it computes a prompt, at these places, each the end o
 - at the prompt's last whole block, where the conversation's next turn continues;
 - at places where a later prompt may leave this one: one block before the last whole one, because chat templates often
   end a prompt with tokens that the next turn does not repeat, and at multiples of a distance that depends only on the
-  prompt's length. These are guesses.
+  prompt's length. These are guesses;
+- at the last whole block of a step that leaves known tokens for the next one, so that a request that is preempted after
+  every step still gets on. These count as guesses, too.
 
 If no slot is free, a new state replaces the least recently used one. Guesses have at most half of the slots, so one
 long prompt does not replace the states of all others. A guess from which a request has started is no guess any more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -73,7 +75,7 @@ class KeptStates:
         begins = table.num_computed_tokens[rows] - counts
         for index in np.flatnonzero(begins < table.num_prompt_tokens[rows] - 1).tolist():
             row, begin = int(rows[index]), int(begins[index])
-            for place, is_guess in self._places(row, begin, begin + int(counts[index])):
+            for place, is_guess in self._places(row, begin, begin + int(counts[index])).items():
                 slot = self._slot_of(self._content(row, place), is_guess)
                 if slot is not None:
                     saved.append((index, place - begin, slot))
@@ -82,8 +84,8 @@ class KeptStates:
         latest = {slot: (index, after) for index, after, slot in saved}  # few slots: a later state replaces it
         return SavedStates(*np.array([(*where, slot) for slot, where in latest.items()], np.int32).T.copy())
 
-    def _places(self, row: int, begin: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield the places after `begin`, up to `end`, where the row's prompt has a state; and whether it is a guess.
+    def _places(self, row: int, begin: int, end: int) -> dict[int, bool]:
+        """Return the places after `begin`, up to `end`, where the row's prompt has a state; and whether it is a guess.
 
         A place is a number of tokens.
         """
@@ -101,7 +103,10 @@ class KeptStates:
             places = dict.fromkeys((place for place in guesses if abs(place - known) >= LEAST_TOKENS), True)
             places[last - size] = True
         places |= {known: False, last: False}
-        return ((at, places[at]) for at in sorted(places) if begin < at <= end and LEAST_TOKENS <= at <= last)
+        chosen = {at: places[at] for at in sorted(places) if begin < at <= end and LEAST_TOKENS <= at <= last}
+        if end < self._table.num_tokens[row] and begin < (whole := end // size * size) <= last:
+            chosen.setdefault(whole, self._most_guesses > 0)
+        return chosen
 
     def _content(self, row: int, place: int) -> int:
         """Return the number of the content of the row's first `place` tokens, whole blocks; UNNAMED: it has none."""
