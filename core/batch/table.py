@@ -200,6 +200,10 @@ class BatchTable(BlockTable):
             request = self.request[row]
             assert request is not None, f"row {row} is in use and has no request"
             assert request.row == row, f"the request of row {row} has row {request.row}"
+            parent = int(self.content[row])
+            assert self.num_named_blocks[row] or parent == request.root, (
+                f"row {row} begins after {parent}, not its root"
+            )
         lengths = self.num_tokens, self.num_placeholders, self.num_computed_tokens, self.num_in_draft
         numbers = self.num_blocks, self.num_named_blocks, self.num_released, self.keeps_blocks
         columns = (values[used].tolist() for values in (*lengths, self.max_total_tokens, *numbers))

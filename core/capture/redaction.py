@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import NO_ROW, Request
+from core.batch.table import FREE_ROW
 from core.capture.bounds import untrusted_file
 from core.capture.engine import CapturedEngine
 from core.capture.file import CaptureFile, Turn
@@ -36,6 +37,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, Int32s
 from ipc.wire.block_roots import PLAIN_ROOT
 from ipc.wire.messages import DECODE_ERRORS, AddRequest
+from ipc.wire.pooling_messages import AddPooling
 
 #: Fields of a Step that must be equal after renaming. The digest differs, because the plan has other tokens.
 _DECIDED = ("rows", "counts", "removed_rows", "added", "num_preemptions", "num_waiting", "num_free_blocks")
@@ -123,9 +125,10 @@ class _Redaction:
             stops.update((request.sampling and request.sampling.stop_token_ids) or ())
         inputs = [message for turn in file.turns() for _, message in turn.inbox]
         inputs += [one.message for one in file.last_inputs()]
-        submitted = [message for message in inputs if isinstance(message, AddRequest)]
+        submitted = [message for message in inputs if isinstance(message, AddRequest | AddPooling)]
         for message in submitted:
-            stops.update(message.params.stop_token_ids or ())
+            if isinstance(message, AddRequest):
+                stops.update(message.params.stop_token_ids or ())
         self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
         weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
         config = msgspec.structs.replace(
@@ -243,6 +246,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
 
     live_rows = scheduler.running
     table.tokens.blank_rest(live_rows, table.num_tokens[live_rows])
+    table.content[table.tenancy == FREE_ROW] = 0  # of an earlier row, or the root of its request
 
     def tokens_of(content: int, parent: int, tokens: Int32s) -> Int32s:
         if parent not in states:  # a root, or a block that was evicted before this one
@@ -296,6 +300,8 @@ def _rename_row(scheduler: Scheduler, renaming: Renaming, row: int, states: dict
     request = table.request[row]
     assert request is not None, f"row {row} is free"
     named = int(table.num_named_blocks[row])
+    if not named:
+        table.content[row] = request.root  # its first block follows this
     contents = scheduler.pool.names.content[table.blocks.read(row, 0, named)].tolist() if named else []
     if named:
         contents[: int(table.num_released[row])] = [0] * int(table.num_released[row])  # others may have these blocks

@@ -60,7 +60,8 @@ class Renaming:
         """Record the root of a message's blocks, before any state is renamed."""
         digest = "" if message.adapter is None else message.adapter.digest
         salt, tenant = map(self.tokens.word, (message.cache_salt, message.tenant))
-        self._roots[root_of_message(message)] = root_of_salt(salt, tenant, self.digest(digest))
+        old, new = root_of_message(message), root_of_salt(salt, tenant, self.digest(digest))
+        assert self._roots.setdefault(old, new) == new, f"root {old} was renamed before a message with it was learned"
 
     def root(self, root: int) -> int:
         """Return the new root for blocks; see ipc/wire/block_roots.py."""

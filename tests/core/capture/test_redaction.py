@@ -13,19 +13,23 @@ import pytest
 from core.capture import writer as capture_writer
 from core.capture.file import CaptureFile
 from core.capture.records import Checkpoint, Header, Record, decode_config, decode_record, encode_config
-from core.capture.redaction import redact
-from core.capture.renaming import TokenNames
+from core.capture.redaction import redact, rename_state
+from core.capture.renaming import Renaming, TokenNames
 from core.capture.restore import restore
 from core.capture.snapshot import Snapshot
+from core.engine import EngineCore
+from core.executors.by_name import load_executor
 from core.proposers.offered import OfferedDrafts
 from ipc.errors import CaptureFileError, ConfigError
 from ipc.options.speculation import SpeculativeConfig
+from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
+from ipc.wire.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest
 from ipc.wire.pooling_messages import AddPooling
-from tests.captures import CONFIG, change, frames_of, make_request
+from tests.captures import CONFIG, SHARED, VOCAB, change, frames_of, make_request
 from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
 from tests.core.test_structured_outputs import KINDS
 from tests.fake_options import fake_options, with_options
@@ -116,36 +120,55 @@ def contents(path: Path) -> bytes:
 def check_canaries(path: Path) -> None:
     data = contents(path)
     assert [canary for canary in CANARIES if canary.encode() in data] == []
+    check_roots(data, {root_of_salt("salt-canary"), root_of_salt("", "tenant-canary")})
+
+
+def check_roots(data: bytes, roots: set[int]) -> None:
+    """Whoever guesses a salt and a tenant could compute their root. It may be in a column or in MessagePack."""
+    assert not roots & (numbers_in(data, "<i8") | numbers_in(data, ">i8"))
 
 
 @pytest.mark.usefixtures("slow_close")
 def test_a_checkpoint_has_nothing_of_requests_that_have_ended(tmp_path: Path) -> None:
-    """A checkpoint inside of what went on for a while: queues name dead requests, rows and blocks have old tokens."""
+    """Checkpoints inside of what went on for a while: queues name dead requests, rows and blocks have old tokens."""
+    num_rows = 0
+    for rotate_bytes in range(9400, 10_200, 200):  # other sizes have their checkpoints after other steps
+        folder = tmp_path / str(rotate_bytes)
+        folder.mkdir()
+        num_rows += _check_checkpoints(folder, rotate_bytes)
+    assert num_rows > 0
+
+
+def _check_checkpoints(folder: Path, rotate_bytes: int) -> int:
+    """Redact the files of one run, and return how many rows had no named block at their first checkpoints."""
     config = with_options(
         CONFIG,
         async_scheduling=True,
         executor_options=fake_options(vocab_size=30_000),
         num_blocks_override=60,
         max_num_seqs=4,
-        capture_rotate_bytes=10_000,
+        capture_rotate_bytes=rotate_bytes,
         enable_lora=True,
         client_weights={"tenant-canary": 2.0},
     )
-    adapter = AdapterId("ca" * 16)
+    adapter, roots = AdapterId("ca" * 16), set[int]()
 
     def make(number: int, rng: random.Random) -> AddRequest | AddPooling:
         own = np.array([rng.randrange(3000, 29_000) for _ in range(rng.randrange(1, 60))], "<i4").tobytes()
         message = msgspec.structs.replace(make_secret(number, rng), prompt_token_ids=own)
-        return msgspec.structs.replace(message, adapter=adapter) if number % 3 == 0 else message
+        message = msgspec.structs.replace(message, adapter=adapter) if number % 3 == 0 else message
+        roots.update({root_of_message(message)} - {PLAIN_ROOT})
+        return message
 
-    capture(tmp_path / "a.cap", config, seed=4, num_steps=110, make=make, prepare=_without_adapters)
-    files, pairs, out = sorted(tmp_path.iterdir()), set[bytes](), tmp_path / "red.cap"
+    capture(folder / "a.cap", config, seed=4, num_steps=110, make=make, prepare=_without_adapters)
+    files, pairs, out = sorted(folder.iterdir()), set[int](), folder / "red.cap"
     for path in files:
         change(path, 0, lambda header: _with_modules(header, {"lora-canary": "/path-canary"}))
         for one in tokens_of(path):
-            pairs |= {np.array(one[i : i + 2], "<i4").tobytes() for i in range(len(one) - 1) if min(one[i:]) > 2000}
+            pairs |= {one[i] | one[i + 1] << 32 for i in range(len(one) - 1) if min(one[i:]) > 2000}
     assert len(pairs) > 1500
-    assert sum(CaptureFile(path).begins_inside for path in files) > 2
+    inside = [path for path in files if CaptureFile(path).begins_inside]
+    assert len(inside) > 2
     for path in files:
         redact(CaptureFile(path), str(out))
         assert decisions(out) == decisions(path)
@@ -153,8 +176,68 @@ def test_a_checkpoint_has_nothing_of_requests_that_have_ended(tmp_path: Path) ->
         data = contents(out)
         names = (*CANARIES, adapter.digest, "lora-canary", "path-canary")
         assert [canary for canary in names if canary.encode() in data] == []
-        assert sum(pair in data for pair in pairs) <= 1, "by chance"
+        assert len(pairs & numbers_in(data, "<i8")) <= 1, "by chance"
+        check_roots(data, roots)
         out.unlink()
+    return sum(map(num_rows_that_follow_a_root, inside))
+
+
+def numbers_in(data: bytes, dtype: str) -> set[int]:
+    """Return the numbers of eight bytes that begin anywhere in the data. dtype: with the order of the bytes."""
+    columns = [np.frombuffer(data, dtype, (len(data) - begin) // 8, begin) for begin in range(8)]
+    return set(np.concatenate(columns).tolist())
+
+
+def num_rows_that_follow_a_root(path: Path) -> int:
+    """How many running requests with a root of their own have no named block yet at a file's first checkpoint."""
+    file = CaptureFile(path)
+    table = restore(file.checkpoint(file.checkpoints[0]).state)[1].table
+    own = (table.num_named_blocks == 0) & (table.content < PLAIN_ROOT)
+    return int(own[[request is not None for request in table.request]].sum())
+
+
+def test_rows_begin_at_their_new_root_and_free_ones_keep_no_old_one() -> None:
+    """Both requests are shorter than a block, so their rows have their root. One has ended, the other one runs."""
+    executor = load_executor(CONFIG)
+    executor.initialize_cache(CONFIG)
+    engine = EngineCore(CONFIG, executor)
+    inbox = list[tuple[int, AddRequest]]()
+    for number, max_tokens in enumerate((1, 9)):
+        prompt, params = np.array([8, 9], "<i4").tobytes(), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        inbox.append((0, AddRequest(number, prompt, params, number, cache_salt=f"salt {number}")))
+    for step in range(2):
+        engine.step([] if step else inbox, 1 + step)
+    state = restore(Snapshot(engine.state()).encode())
+    table, roots = state[1].table, {root_of_salt("salt 0"), root_of_salt("salt 1")}
+    assert [request.number for request in table.request if request] == [1]
+    assert roots <= set(table.content.tolist())
+    rename_state(state, Renaming(VOCAB, (), ()), {})
+    state[1].check_integrity()
+    check_roots(zlib.decompress(Snapshot(state).encode()), roots)
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_pooling_requests_find_what_was_cached_before_the_checkpoint(tmp_path: Path) -> None:
+    """No other request has their salt, so only they tell what its new name is."""
+    config = with_options(CONFIG, num_blocks_override=60, capture_rotate_bytes=4000)
+
+    def make(number: int, rng: random.Random) -> AddRequest | AddPooling:
+        if number % 2:
+            return make_secret(number, rng)
+        prompt = np.array([*SHARED, number], "<i4").tobytes()
+        return AddPooling(number, prompt, PoolingParams(task="embed"), cache_salt="salt-canary of embeddings")
+
+    capture(tmp_path / "a.cap", config, seed=4, num_steps=40, make=make)
+    files, out, num_found = sorted(tmp_path.iterdir()), tmp_path / "red.cap", 0
+    for path in files:
+        redact(CaptureFile(path), str(out))
+        assert decisions(out) == decisions(path)
+        check_canaries(out)
+        added = [start for turn in CaptureFile(out).turns() for start in turn.step.added]
+        if CaptureFile(out).begins_inside:
+            num_found += sum(number % 2 == 0 and cached == len(SHARED) for _, _, number, cached in added)
+        out.unlink()
+    assert num_found > 3
 
 
 def _without_adapters(executor: Any) -> None:
