@@ -5,12 +5,12 @@ kv_transfer_config has vLLM's keys. Connectors that are options of their own bec
 
 import os
 import stat
-from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 
 from ipc.errors import ConfigError
+from ipc.options.option import json_object
 
 #: Options that name one.
 STORE_OPTIONS = ("kv_dir", "kv_listen", "kv_peers", "kv_transfer_config")
@@ -95,13 +95,7 @@ def parse_kv_transfer_config(given: object) -> KVTransferConfig | None:
     """Return the config of a dict or of a JSON object; None for None. Errors: ConfigError that names the key."""
     if given is None or isinstance(given, KVTransferConfig):
         return given
-    if isinstance(given, str):
-        try:
-            given = msgspec.json.decode(given)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"kv_transfer_config must be a dict or a JSON object; {error} in {given!r:.80}") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"kv_transfer_config must be a dict or a JSON object; got {given!r:.80}")
+    given = json_object("kv_transfer_config", given)
     keys = {key: value for key, value in given.items() if value is not None and key != "engine_id"}
     for key, neutral in _NEUTRAL_KEYS.items():
         if key not in keys:

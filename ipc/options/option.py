@@ -96,6 +96,18 @@ class DeclaredOption(msgspec.Struct, frozen=True):
         return low <= value <= high and not (self.option.is_above_low and value == low)  # type: ignore[operator]
 
 
+def json_object(name: str, given: object) -> Mapping[str, Any]:
+    """Return an option that is a dict or the text of a JSON object. Errors: ConfigError that names the option."""
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{name} must be a dict or a JSON object; {error} in {given!r:.80}") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name} must be a dict or a JSON object; got {given!r:.80}")
+    return given
+
+
 def parse_bytes(text: str) -> int:
     """Return '1048576', '512M' or '2G' (powers of 1024) as a number of bytes. Errors: ValueError."""
     unit = _BYTE_UNITS.get(text[-1:].upper(), 0)

@@ -1,11 +1,11 @@
 """SpeculativeConfig: the option speculative_config, with vLLM's keys; see docs/speculation.md."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from ipc.errors import ConfigError
+from ipc.options.option import json_object
 
 #: Most drafts of a row in one step.
 MAX_DRAFTS = 32
@@ -143,13 +143,7 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
     """Return the config of a dict or of a JSON object; None for None. Errors: ConfigError that names the key."""
     if given is None or isinstance(given, SpeculativeConfig):
         return given
-    if isinstance(given, str):
-        try:
-            given = msgspec.json.decode(given)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"speculative_config must be a dict or a JSON object; {error} in {given!r:.80}") from None
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"speculative_config must be a dict or a JSON object; got {given!r:.80}")
+    given = json_object("speculative_config", given)
     keys: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     for key, neutral in _NEUTRAL_KEYS.items():
         if key in keys and any(type(keys[key]) is type(value) and keys[key] == value for value in neutral):
