@@ -103,4 +103,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .pythons .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients .programs .pythons .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
