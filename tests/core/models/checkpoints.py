@@ -18,6 +18,7 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.models.centred_checkpoints import CENTRED_CASES
 from tests.core.models.exact_delta_rule import delta_rule_in_float64
+from tests.core.models.float_errors import check_errors
 from tests.core.models.gemma4_checkpoints import GEMMA4_CASES
 from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
@@ -386,17 +387,11 @@ def check_greedy(path: Path, expected: Golden) -> None:
 def check_logits(path: Path, expected: Golden) -> None:
     """The error against float64 is at most twice transformers' own in float32, with the C kernels and with torch's.
 
-    Of gated delta nets that holds for the mean over all prompts, and twice as much for the largest. Where a query and a
-    key nearly cancel, single numbers lose more, in transformers' sums as in ours, by chance: with six seeds of weights
-    of each architecture our largest errors were 0.3 to 3.1 of theirs, the root mean squares 0.7 to 1.9.
+    Of gated delta nets the numbers vary most. If a query and a key nearly cancel, single numbers lose more, in
+    transformers' sums as in ours: with six seeds of weights of each architecture our largest errors were 0.3 to 3.1 of
+    theirs, the root mean squares 0.7 to 1.9.
     """
-    is_delta = hasattr(expected.model.config, "linear_num_value_heads")
     for library in (load_cpu_library(), None):
         ours = our_logits(path, expected.prompts, library=library)
         errors = [(logits - exact).abs() for logits, exact in zip(ours, expected.exact, strict=True)]
-        pairs = list(zip(errors, expected.errors, strict=True))
-        if is_delta:
-            pairs = [(torch.cat(errors), torch.cat(expected.errors))]
-        for error, their_error in pairs:
-            assert error.max() <= (4 if is_delta else 2) * their_error.max(), f"{error.max()} of {their_error.max()}"
-            assert error.mean() <= 2 * their_error.mean(), f"{error.mean()} of {their_error.mean()}"
+        check_errors(torch.cat(errors), torch.cat(expected.errors))
