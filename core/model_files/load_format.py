@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from core.model_files.model_config import ModelConfig
 from core.model_files.progress import counted
 from core.model_files.tensors.weight_shapes import expected_shapes
 from core.model_files.tensors.weights import load_weights
-from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.model_files import model_fingerprint
 from ipc.options.model_options import LoadFormat
@@ -78,7 +78,8 @@ class CheckedWeights:
         faults: list[str] = []
         with ThreadPoolExecutor(1, "weights") as thread:
             for name, weight in self._weights:
-                thread.submit(self._read, name, weight, faults)
+                matrix = StoredMatrix.of(np.atleast_2d(weight)) if isinstance(weight, np.ndarray) else weight
+                thread.submit(self._check, name, matrix.parts, faults)
                 yield name, weight
         if faults:
             raise ModelFileError(f"{self._path}: tensor {faults[0]} has numbers that are NaN or infinite")
@@ -87,8 +88,7 @@ class CheckedWeights:
         """Return the digest of all tensors, whatever kind of file they came in. Call it after the last one."""
         return self._digest.hexdigest()
 
-    def _read(self, name: str, weight: Weight, faults: list[str]) -> None:
-        parts = (StoredMatrix.of(np.atleast_2d(weight)) if isinstance(weight, np.ndarray) else weight).parts
+    def _check(self, name: str, parts: Sequence[StoredPart], faults: list[str]) -> None:
         for part in parts:
             self._digest.update(f"{name} {part.type_name} {part.rows} {part.depth}\n".encode())
             self._digest.update(part.data.data)

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
 from core.model_files.tensors.vision_weights import open_vision
 from core.model_files.tensors.weights import load_weights
+from core.model_files.weight_cache import WeightCache
 from core.models.config import EncoderParts, ModelConfig
 from core.models.encoder import Encoder
 from core.models.interface import Model
@@ -29,11 +31,12 @@ from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint, resolve_model
 from ipc.files.projector import projector_of
+from ipc.files.safetensors import weight_files
 from ipc.options.config import EngineConfig
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
-from kernels.elements import Dtype
+from kernels.elements import Dtype, element_name
 
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
 
@@ -79,11 +82,14 @@ def load_model(
         form = _weight_form(config, model_config, library)
         reads = stage.reads(model_config) if stage is not None else lambda name: True
         weights = open_weights(config.load_format, path, model_config, dtype, library, reads)
-        native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage)
+        cache = _weight_cache(path, dtype, config, library, form, weights.fingerprint, rank, stage)
+        native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage, cache)
         has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
         vision, sees_all = _vision(projector or path, model_config, dtype, config, native), not model_config.is_causal
         _return_free_memory()
+        if cache is not None:
+            cache.keep()
         identity = _with_projector(weights.fingerprint, projector)
         return LoadedModel(native, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
     refuse_missing_parts(path)
@@ -222,8 +228,9 @@ def _native(
     form: WeightForm,
     rank: Rank | None,
     stage: Stage | None,
+    cache: WeightCache | None = None,
 ) -> Llama | Encoder:
-    """Return one of our own models with its weights.
+    """Return one of our own models with its weights. cache: of a decoder's packed weights.
 
     Errors: ModelFileError; ConfigError for parts without C kernels.
     """
@@ -234,6 +241,7 @@ def _native(
         caches = _cache_type(config, library)
         options: dict[str, Any] = {"library": library, "form": form, "rank": rank, "cache_type": caches}
         options["shares_blocks"] = not config.disable_cascade_attn
+        options["take_packed"] = None if cache is None else cache.take
         if stage is None:
             llama = Llama(model, weights, dtype, config.numerics, **options)
         else:
@@ -243,6 +251,30 @@ def _native(
         return llama
     assert library is not None, "an encoder needs the C kernels"
     return Encoder(model, weights, dtype, library, form=form)
+
+
+def _weight_cache(
+    path: Path,
+    dtype: Dtype,
+    config: EngineConfig,
+    library: CpuLibrary | None,
+    form: WeightForm,
+    fingerprint: str,
+    rank: Rank | None,
+    stage: Stage | None,
+) -> WeightCache | None:
+    """Return the cache of the packed weights of a model's files; None for weights that are not packed, or made up."""
+    if library is None or config.numerics == "L0" or config.load_format == "dummy" or not config.weight_cache_bytes:
+        return None
+    files = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in _stats(path)]
+    part = (rank and (rank.shard.rank, rank.shard.size), stage and (stage.number, stage.size))
+    key = [fingerprint, repr(files), element_name(dtype), form.name, repr(part)]
+    return WeightCache(key, library, config.weight_cache_bytes)
+
+
+def _stats(path: Path) -> list[os.stat_result]:
+    """Return the status of each weight file, which tells whether it was changed."""
+    return [file.stat() for file in ([path] if path.suffix == ".gguf" else weight_files(path))]
 
 
 def _vision(

@@ -14,7 +14,7 @@ from core.models.layers.adapted import adapted_layer
 from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layers.layer_kinds import places, windows
 from core.models.layers.rope_scaling import LongropeScaling
-from core.models.operations.cpu_operations import CpuOperations, lora_rows
+from core.models.operations.cpu_operations import CpuOperations, TakePacked, lora_rows
 from core.models.operations.operations import (
     AdaptingOperations,
     AttentionWork,
@@ -95,15 +95,16 @@ class Llama:
         rank: Rank | None = None,
         cache_type: type[CpuKVCache] = CpuKVCache,
         shares_blocks: bool = True,
+        take_packed: TakePacked | None = None,
     ) -> None:
         """Pack the weights and build the layers.
 
         weights: (Hugging Face name, weight) pairs, preferably in the order of expected_shapes: each is packed as soon
         as its parts are read, and not kept. library: the C kernels, with their threads started; None = torch's
         operations. form: of the matrices in memory. rank: the process's place in a group that computes the model
-        together; None = there is no group. cache_type: of the C kernels' KV cache. shares_blocks: see CpuOperations.
-        operations: replace those that the other arguments would select.
-        Errors: ModelFileError naming missing tensors.
+        together; None = there is no group. cache_type: of the C kernels' KV cache. shares_blocks, take_packed: see
+        CpuOperations. operations: replace those that the other arguments would select. Errors: ModelFileError naming
+        missing tensors.
         """
         whole, self.config, self._is_alone = config, config, rank is None
         if rank is not None:
@@ -112,10 +113,9 @@ class Llama:
         self.max_model_len = self._length = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
-        operations = operations or choose_operations(
-            config, dtype, numerics, library, form, cache_type, shares_blocks=shares_blocks
+        self.operations = operations = operations or choose_operations(
+            config, dtype, numerics, library, form, cache_type, shares_blocks=shares_blocks, take_packed=take_packed
         )
-        self.operations = operations
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         #: For each kind of layer here, and in the whole model, of which this may be a part.

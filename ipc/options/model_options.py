@@ -201,6 +201,15 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "the name of a variant: these, or the start fails",
         ),
     ] = "auto"
+    weight_cache_bytes: Annotated[
+        int,
+        Option(
+            "machine",
+            "size of the folder of packed weights, which make later starts faster; 0 = packed at each start",
+            0,
+            2**63 - 1,
+        ),
+    ] = 64 << 30
     gpu_memory_utilization: Annotated[
         float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
     ] = 0.9

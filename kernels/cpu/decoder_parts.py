@@ -11,11 +11,12 @@ from kernels.arrays import Floats
 from kernels.cpu.attention import score_factors
 from kernels.cpu.embedding import CpuEmbedding, address
 from kernels.cpu.experts import CpuExperts
-from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ELEMENT_NUMBERS
 from kernels.cpu.mixer_structs import PerLayerArguments
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.packed_weights import INT8
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import VALUE_NUMBERS
 from kernels.cpu.structs import BesideArguments, DecoderArguments, GemmArguments, LayerArguments, NormWeights

@@ -6,8 +6,9 @@ from typing import Protocol
 
 import numpy as np
 
-from kernels.cpu.gemm import INT8, PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
 from kernels.cpu.library import CpuLibrary
+from kernels.cpu.packed_weights import INT8
 from kernels.cpu.structs import ExpertsArguments, ExpertsRoom, ExpertsStepArguments, GemmArguments, RoutingArguments
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty

@@ -4,14 +4,13 @@ import ctypes
 
 import numpy as np
 
-from kernels.arrays import Floats, UInt8s
+from kernels.arrays import Floats
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.quantized import QuantizedMatrix
+from kernels.cpu.packed_weights import COMPACT, INT8, WHOLE, PackedWeights
 from kernels.cpu.structs import GemmArguments, PackArguments
-from kernels.elements import BFLOAT16, Dtype, Numbers
+from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
-WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
 #: Version of the arithmetic of products in 8 bits; part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
@@ -37,15 +36,14 @@ class PackedMatrix:
     """A packed weight matrix that computes y = x @ weight.T + bias.
 
     `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept. Or it is
-    a quantized matrix, which gives the same bits as a product with its dequantized numbers in bfloat16; or one for
-    products in 8 bits, which have the same bits in all variants.
+    packed already. A quantized matrix gives the same bits as a product with its dequantized numbers in bfloat16;
+    products in 8 bits have the same bits in all variants.
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype. Its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
     bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
-    see kernels/cpu/c/products/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept`
-    says that the CPU's caches keep the weights from one product to the next; then compact weights gain nothing.
+    see kernels/cpu/c/products/compact.h). is_kept: see pack().
 
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
     up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).
@@ -54,7 +52,7 @@ class PackedMatrix:
     def __init__(
         self,
         library: CpuLibrary,
-        weight: Numbers | QuantizedMatrix,
+        weight: Numbers | PackedWeights,
         bias: Floats | None = None,
         *,
         dtype: Dtype | None = None,  # float32 or bfloat16; None = the weight's dtype
@@ -64,22 +62,19 @@ class PackedMatrix:
         is_kept: bool = False,
     ) -> None:
         assert activation is None or (gate is None and activation in ACTIVATIONS), activation
-        if isinstance(weight, QuantizedMatrix):
-            assert dtype in (None, BFLOAT16) or (weight.in_8_bits and not weight.has_whole_panels), dtype
-            assert weight.is_gated == (gate is not None), gate
-            num_columns, self.in_features = weight.num_columns, weight.depth
-        else:
-            num_columns, self.in_features = weight.shape
+        if not isinstance(weight, PackedWeights):
+            weight = pack(library, weight, dtype, is_gated=gate is not None, is_kept=is_kept)
+        in_8_bits = weight.packing == INT8
+        assert dtype in (None, weight.dtype) or (in_8_bits and not weight.has_whole_panels), dtype
+        assert weight.is_gated == (gate is not None), gate
+        num_columns, self.in_features = weight.num_columns, weight.depth
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
         self.variant = f"c-{library.variant}"  # identifies the arithmetic, which determines the bits of a product
+        self.variant += f"-int8.{INT8_ARITHMETIC}" if in_8_bits else ""
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
-        if isinstance(weight, QuantizedMatrix):
-            self.packed, self.packing = weight.packed, INT8 if weight.in_8_bits else QUANTIZED
-            self.variant += f"-int8.{INT8_ARITHMETIC}" if weight.in_8_bits else ""
-        else:
-            self.packed, self.packing = _pack(library, weight, self.dtype, gate is not None, is_kept)
+        self.packed, self.packing = weight.packed, weight.packing
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Not set yet: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -111,8 +106,14 @@ class PackedMatrix:
         return y
 
 
-def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is_kept: bool) -> tuple[UInt8s, int]:
-    """Pack a weight [out, in] with any strides. Return its bytes, and how they are packed."""
+def pack(
+    library: CpuLibrary, weight: Numbers, dtype: Dtype | None = None, *, is_gated: bool = False, is_kept: bool = False
+) -> PackedWeights:
+    """Pack a weight [out, in] with any strides, for products in dtype; None = the weight's.
+
+    is_kept: the CPU's caches keep the weights from one product to the next; then compact weights gain nothing.
+    """
+    dtype = dtype or weight.dtype
     if weight.strides[1] != weight.itemsize:
         weight = np.ascontiguousarray(weight)
     pointer = ctypes.POINTER(PackArguments)
@@ -138,4 +139,5 @@ def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is
     packed = library.allocate(num_bytes)
     arguments.packed = packed.ctypes.data
     library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
-    return packed, COMPACT if is_compact else WHOLE
+    columns, depth = weight.shape
+    return PackedWeights(packed, columns, depth, dtype, COMPACT if is_compact else WHOLE, is_gated)

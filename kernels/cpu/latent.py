@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kernels.arrays import Floats, Ints
-from kernels.cpu.gemm import INT8, PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.latent_structs import LatentArguments, LatentStepArguments, LatentValuesArguments
 from kernels.cpu.library import CpuLibrary
+from kernels.cpu.packed_weights import INT8
 from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import GemmArguments
 from kernels.elements import Dtype, Numbers

@@ -38,7 +38,7 @@ class CpuLibrary:
 
     def __init__(self, variant: str, path: Path) -> None:
         """Load the library. Errors: OSError; CpuLibraryError if its structs differ from kernels/cpu/structs.py."""
-        self.variant = variant
+        self.variant, self.file_name = variant, path.name  # the name contains a hash of the sources
         self.num_threads = 1
         self._has_grids = False
         self._functions = ctypes.CDLL(str(path))

@@ -73,7 +73,7 @@ def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, en
     if use_prebuilt and _is_intact_file(prebuilt):
         return LibraryFile(name, prebuilt, True)
     compiler = find_compiler()
-    folder = _private_folder()
+    folder = private_folder("kernels")
     path = folder / f"{name}-{source_hash(name, compiler.version)}.so"
     try:
         if not _is_intact_file(path):
@@ -104,13 +104,16 @@ def find_library_soon(variant: str | None = None, on_build: Callable[[], None] |
     return thread
 
 
-def _private_folder() -> Path:
-    """Return the cache folder, created if it is missing. Errors: CpuLibraryError if other users may write to it."""
+def private_folder(name: str) -> Path:
+    """Return this folder of the user's cache for this engine, created if it is missing.
+
+    Errors: CpuLibraryError if other users may write to it.
+    """
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     except RuntimeError as error:
-        raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
-    folder = cache / "engine-core" / "kernels"
+        raise CpuLibraryError(f"no folder for {name}: neither XDG_CACHE_HOME nor a home ({error})") from error
+    folder = cache / "engine-core" / name
     try:
         # a group with write permission could replace its content
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,11 +121,11 @@ def _private_folder() -> Path:
             folder.mkdir(mode=0o700)
         status = folder.lstat()
     except OSError as error:
-        raise CpuLibraryError(f"cannot make the folder {folder} for built kernels: {error}") from error
+        raise CpuLibraryError(f"cannot make the folder {folder} for {name}: {error}") from error
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise CpuLibraryError(
-            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, because its files are executed; "
+            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, because its files are trusted; "
             f"it has owner {status.st_uid} and mode {mode:04o}: remove it, or chmod 0700"
         )
     return folder

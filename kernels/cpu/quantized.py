@@ -9,9 +9,10 @@ import numpy as np
 from kernels.arrays import UInt8s
 from kernels.cpu.dequantize import type_number
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
 from kernels.cpu.structs import BlockArguments, QuantizeArguments, QuantizedPartArguments
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
-from kernels.elements import BFLOAT16, Dtype
+from kernels.elements import BFLOAT16
 from kernels.rounding import ceil_div
 
 _PLAIN_PART = 64  # enum in quantized.h
@@ -23,7 +24,7 @@ _BITS = {"Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "IQ4_XS": 4.3125, "TQ1_0"
 
 
 def bits_in_memory(type_name: str) -> float:
-    """Return the bits of a weight of this quantized type in a QuantizedMatrix. Errors: KeyError."""
+    """Return the bits of a weight of this quantized type in a quantized PackedWeights. Errors: KeyError."""
     if type_name.startswith(("IQ1", "IQ2", "IQ3")):
         return 4.5625
     weights, num_bytes = BLOCK_SIZES[type_name]
@@ -44,26 +45,7 @@ class BlockRows(NamedTuple):
         return row_bytes // num_bytes * weights
 
 
-class QuantizedMatrix(NamedTuple):
-    """A packed matrix [num_columns, depth]. Products use the bfloat16 numbers that its blocks represent.
-
-    Or products are in 8 bits (kernels/cpu/c/products/int8.h): then x, bfloat16 or float32, is quantized too.
-    """
-
-    packed: UInt8s
-    num_columns: int
-    depth: int
-    is_gated: bool  # whether it is packed for a product with a gate
-    in_8_bits: bool = False
-    has_whole_panels: bool = False  # panels that products in 8 bits multiply in bfloat16
-
-    @property
-    def dtype(self) -> Dtype:
-        """Return the dtype of the numbers."""
-        return BFLOAT16
-
-
-def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False) -> QuantizedMatrix | None:
+def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False) -> PackedWeights | None:
     """Pack the rows of all parts, one after the other, in stored form. is_gated: see PackedMatrix.
 
     Products with the result have the same bits as those with the dequantized matrix. None: most of the matrix would
@@ -96,7 +78,9 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
         arguments.packed = packed.ctypes.data
         if not write(arguments):  # otherwise some panels need more bytes
             has_whole_panels = (packed[: 16 * len(must_be_whole)].view("<i4")[2::4] < 0).any()
-            return QuantizedMatrix(packed, num_columns, depth, is_gated, has_whole_panels=bool(has_whole_panels))
+            return PackedWeights(
+                packed, num_columns, depth, BFLOAT16, QUANTIZED, is_gated, has_whole_panels=bool(has_whole_panels)
+            )
     return None
 
 

@@ -29,6 +29,23 @@ def take_pages(array: Numbers, begin: int, end: int) -> bool:
     return _advise(array.ctypes.data + begin, end - begin, _POPULATE_WRITE)
 
 
+def is_in_huge_pages(array: Numbers) -> bool:
+    """Return whether at least half of an array's memory is in huge pages, according to the system."""
+    address, is_here, huge_kb = array.ctypes.data, False, 0
+    try:
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                name, *rest = line.split()
+                if not name.endswith(":"):  # a mapping's first line: its addresses
+                    begin, end = (int(place, 16) for place in name.split("-"))
+                    is_here = begin < address + array.nbytes and address < end
+                elif is_here and name in ("FilePmdMapped:", "AnonHugePages:", "ShmemPmdMapped:"):
+                    huge_kb += int(rest[0])
+    except OSError:
+        return False
+    return 2 * 1024 * huge_kb >= array.nbytes
+
+
 def give_back_pages(array: Numbers) -> None:
     """Give the whole pages of a contiguous array back to the system, until they are written again. They hold zeros."""
     begin, end = array.ctypes.data, array.ctypes.data + array.nbytes

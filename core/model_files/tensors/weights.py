@@ -4,6 +4,7 @@ The headers are checked completely before the first tensor is created. Then the 
 one at a time, so that there is never a second copy of a whole file.
 """
 
+import hashlib
 import math
 import mmap
 import re
@@ -317,23 +318,56 @@ def _is_zero_bias(stored: StoredTensor) -> bool:
 def _convert(
     plan: Mapping[str, StoredTensor | PackedTensor], dtype: Dtype, library: CpuLibrary | None
 ) -> Iterator[tuple[str, Weight]]:
-    files: dict[Path, mmap.mmap] = {}
+    reading = _Reading(dtype, library)
     for (name, stored), after in zip_longest(plan.items(), [*plan.values()][1:]):
-        if isinstance(after, StoredTensor) and after.end > after.begin:
-            _ask_for(_data_of(after, files)[0], after)
-        if isinstance(stored, PackedTensor):
-            yield name, _unpack(stored, files, dtype)
-            continue
-        file, data = _data_of(stored, files)
-        weight = _to_weight(data, stored, library, partial(_release, file, stored))
         if len(stored.shape) == 1:
-            yield name, weight.dense(FLOAT32).reshape(stored.shape)
-        elif stored.path.suffix == ".gguf":
-            yield name, weight
-        else:
-            yield name, weight.dense(dtype)
-        del data, weight
-        _release(file, stored)
+            assert isinstance(stored, StoredTensor), name
+            yield name, reading.read(stored, None).dense(FLOAT32).reshape(stored.shape)
+            continue
+        rows, depth = stored.shape
+        yield name, StoredMatrix.unread((rows, depth), partial(reading.parts, stored, after), _source(stored, dtype))
+
+
+def _source(stored: StoredTensor | PackedTensor, dtype: Dtype) -> str:
+    """Return a text that says where a matrix is in the model's files, and how its numbers are read from there."""
+    if isinstance(stored, PackedTensor):
+        parts = {kind: _without_folder(part) for kind, part in stored.parts.items()}
+        text = repr(msgspec.structs.replace(stored, parts=parts))
+    else:
+        text = repr(_without_folder(stored))
+    return hashlib.sha256(f"{text} {dtype}".encode()).hexdigest()
+
+
+def _without_folder(stored: StoredTensor) -> StoredTensor:
+    return msgspec.structs.replace(stored, path=Path(stored.path.name))
+
+
+class _Reading:
+    """The files of a model's weights, mapped when the first of their tensors is read."""
+
+    def __init__(self, dtype: Dtype, library: CpuLibrary | None) -> None:
+        self._dtype, self._library = dtype, library
+        self._files: dict[Path, mmap.mmap] = {}
+        self._last: StoredTensor | None = None
+
+    def parts(
+        self, stored: StoredTensor | PackedTensor, after: StoredTensor | PackedTensor | None
+    ) -> tuple[StoredPart, ...]:
+        """Read a matrix. after: the weight that will probably be read next."""
+        if isinstance(stored, PackedTensor):
+            return _unpack(stored, self._files, self._dtype).parts
+        matrix = self.read(stored, after)
+        return (matrix if stored.path.suffix == ".gguf" else StoredMatrix.of(matrix.dense(self._dtype))).parts
+
+    def read(self, stored: StoredTensor, after: StoredTensor | PackedTensor | None) -> StoredMatrix:
+        """Return a tensor as it is stored; a vector becomes a matrix of one row. The one read before is released."""
+        if self._last is not None:
+            _release(self._files[self._last.path], self._last)
+        if isinstance(after, StoredTensor) and after.end > after.begin:
+            _ask_for(_data_of(after, self._files)[0], after)
+        file, data = _data_of(stored, self._files)
+        self._last = stored
+        return _to_weight(data, stored, self._library, partial(_release, file, stored))
 
 
 def _data_of(stored: StoredTensor, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:

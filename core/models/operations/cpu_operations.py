@@ -1,7 +1,7 @@
 """CpuOperations: a model's operations with C kernels. Each operation is one call for the whole batch."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,25 +18,25 @@ from core.models.operations.tensor import Operation
 from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.unchanged import unchanged
 from core.models.operations.weight_form import WeightForm
-from ipc.tables.arrays import AnyInts, Floats, Ints
+from ipc.tables.arrays import AnyInts, Floats, Ints, UInt8s
 from kernels.cpu.attention import CpuAttention, sink_scores
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu.decoder_parts import exceed_caches
+from kernels.cpu.elementwise import cap_logits, open_gates
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts, ExpertProducts
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import PackedMatrix, pack
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.latent import CpuLatent
-from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.library import ARITHMETIC, ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
-from kernels.cpu.output_gate import open_gates
+from kernels.cpu.packed_weights import PackedWeights
 from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.quantized import BlockRows
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
-from kernels.cpu.soft_cap import cap_logits
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
@@ -44,6 +44,9 @@ from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
+
+#: Returns the packed bytes of a name, and facts about them; or calls the function, which makes them, and keeps them.
+TakePacked = Callable[[str, Callable[[], tuple[UInt8s, tuple[int, ...]]]], tuple[UInt8s, tuple[int, ...]]]
 
 
 class CpuStep(NamedTuple):
@@ -94,7 +97,8 @@ class CpuAttend:
 class CpuOperations:
     """Operations with the C kernels, at numerics level L2. The methods are documented at Operations.
 
-    shares_blocks: see AttentionPlan; no bit depends on it.
+    shares_blocks: see AttentionPlan; no bit depends on it. take_packed: returns packed bytes by name, and makes those
+    that it does not have (core/model_files/weight_cache.py).
     """
 
     is_exact = True
@@ -108,9 +112,10 @@ class CpuOperations:
         *,
         cache_type: type[CpuKVCache] = CpuKVCache,
         shares_blocks: bool = True,
+        take_packed: TakePacked | None = None,
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
-        self._cache_type, self.shares_blocks = cache_type, shares_blocks
+        self._cache_type, self.shares_blocks, self._take_packed = cache_type, shares_blocks, take_packed
         self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
@@ -136,11 +141,12 @@ class CpuOperations:
         """Return the embedding. It reads the packed head if the table is the head's weight."""
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
-        part = table.parts[0]
         is_stored = self._dtype == BFLOAT16 and self.form is not WeightForm.DENSE
-        if is_stored and part.type_name not in PLAIN_TYPES and len(table.parts) == 1:
-            return CpuEmbedding(self.library, BlockRows(part.type_name, part.data.copy()), scale)
-        return CpuEmbedding(self.library, table.own(self._dtype), scale)
+        if is_stored and (part := table.parts[0]).type_name not in PLAIN_TYPES and len(table.parts) == 1:
+            rows, _ = self._taken(table, "blocks", lambda: (part.data.copy().reshape(-1), ()))
+            return CpuEmbedding(self.library, BlockRows(part.type_name, rows.reshape(part.data.shape)), scale)
+        numbers, _ = self._taken(table, "rows", lambda: (table.own(self._dtype).reshape(-1).view(np.uint8), ()))
+        return CpuEmbedding(self.library, numbers.view(self._dtype).reshape(table.shape), scale)
 
     def linear(
         self,
@@ -197,27 +203,43 @@ class CpuOperations:
         activation: str | None = None,
     ) -> PackedMatrix:
         """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
-        in_8_bits, stored = self.form is WeightForm.INT8, None
-        if in_8_bits or (self._dtype == BFLOAT16 and self.form is WeightForm.STORED):
-            stored = weight.quantized(self.library, is_gated=gate is not None, in_8_bits=in_8_bits)
-        if stored is not None and stored.has_whole_panels and self._dtype != BFLOAT16:
-            stored = None  # such panels are for bfloat16
-        numbers = weight.dense(self._dtype) if stored is None else stored
+        is_gated = gate is not None
+        packed = self._pack(weight, self.form, is_gated=is_gated)
         return PackedMatrix(
-            self.library,
-            numbers,
-            bias,
-            dtype=self._dtype,
-            out_dtype=out_dtype,
-            gate=gate,
-            activation=activation,
-            is_kept=self._is_kept,
+            self.library, packed, bias, dtype=self._dtype, out_dtype=out_dtype, gate=gate, activation=activation
         )
+
+    def _pack(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool = False) -> PackedWeights:
+        """Take the packed weight from the cache, or pack it."""
+
+        def make() -> tuple[UInt8s, tuple[int, ...]]:
+            packed = self._pack_now(weight, form, is_gated=is_gated)
+            return packed.packed, (ELEMENT_NUMBERS[packed.dtype], packed.packing, int(packed.has_whole_panels))
+
+        name = f"{form.name} gated={is_gated} kept={self._is_kept}"
+        data, (element, packing, has_whole_panels) = self._taken(weight, name, make)
+        dtype = next(dtype for dtype, number in ELEMENT_NUMBERS.items() if number == element)
+        return PackedWeights(data, *weight.shape, dtype, packing, is_gated, has_whole_panels=bool(has_whole_panels))
+
+    def _taken(
+        self, weight: StoredMatrix, form: str, make: Callable[[], tuple[UInt8s, tuple[int, ...]]]
+    ) -> tuple[UInt8s, tuple[int, ...]]:
+        if self._take_packed is None or not weight.source:
+            return make()
+        return self._take_packed(f"{weight.source} {form}", make)
+
+    def _pack_now(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool) -> PackedWeights:
+        in_8_bits, stored = form is WeightForm.INT8, None
+        if in_8_bits or (self._dtype == BFLOAT16 and form is WeightForm.STORED):
+            stored = weight.quantized(self.library, is_gated=is_gated, in_8_bits=in_8_bits)
+        if stored is not None and (self._dtype == BFLOAT16 or not stored.has_whole_panels):
+            return stored  # whole panels are for bfloat16
+        numbers = weight.dense(self._dtype)
+        return pack(self.library, numbers, self._dtype, is_gated=is_gated, is_kept=self._is_kept)
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:
         """Return the product of a routed MLP's router. It never uses 8 bits, which would choose other experts."""
-        numbers = weight.dense(self._dtype)
-        return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
+        return PackedMatrix(self.library, self._pack(weight, WeightForm.DENSE), bias, out_dtype=FLOAT32)
 
     def per_layer_inputs(
         self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
@@ -279,7 +301,7 @@ class CpuOperations:
     def _head_product(self, weight: StoredMatrix) -> PackedMatrix:
         if self.form is not WeightForm.INT8:
             return self._packed(weight)
-        return PackedMatrix(self.library, weight.dense(self._dtype), dtype=self._dtype, is_kept=self._is_kept)
+        return PackedMatrix(self.library, self._pack(weight, WeightForm.DENSE))
 
     def settle_length(self, length: int) -> None:
         """Set the rotary embeddings that depend on the length of the longest context."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from core.models.config import Activation, LatentParts, ModelConfig
-from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.cpu_operations import CpuOperations, TakePacked
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.tensor import Operation, Tensor
@@ -280,14 +280,17 @@ def choose_operations(
     cache_type: type[CpuKVCache] = CpuKVCache,
     *,
     shares_blocks: bool = True,
+    take_packed: TakePacked | None = None,
 ) -> Operations:
     """Return the C kernels' operations. Without a library, or at numerics level L0, return torch's, which dequantize.
 
-    cache_type: of the C kernels' KV cache. shares_blocks: see CpuOperations.
+    cache_type: of the C kernels' KV cache. shares_blocks, take_packed: see CpuOperations.
     """
     if library is None or numerics == "L0":
         # Imported here: only this path needs torch.
         from core.models.operations.torch_operations import TorchOperations
 
         return TorchOperations(config, dtype)
-    return CpuOperations(config, dtype, library, form, cache_type=cache_type, shares_blocks=shares_blocks)
+    return CpuOperations(
+        config, dtype, library, form, cache_type=cache_type, shares_blocks=shares_blocks, take_packed=take_packed
+    )

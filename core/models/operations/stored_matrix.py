@@ -8,7 +8,8 @@ import numpy as np
 from ipc.tables.arrays import UInt8s
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.quantized import BlockRows, QuantizedMatrix, in_q8_0, quantize
+from kernels.cpu.packed_weights import INT8, PackedWeights
+from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.dequantize import PLAIN_TYPES, dequantize
 from kernels.elements import Dtype, Numbers, write_rounded
 
@@ -43,14 +44,36 @@ class StoredPart(NamedTuple):
 class StoredMatrix:
     """A matrix of parts of equal depth; the rows of each part follow those of the previous one.
 
-    Parts may have different types: llama.cpp stores V of a layer with more bits than Q and K.
+    Parts may have different types: llama.cpp stores V of a layer with more bits than Q and K. They are read from the
+    file when they are needed for the first time.
     """
 
     def __init__(self, parts: Sequence[StoredPart]) -> None:
         depths = {part.depth for part in parts}
         assert len(depths) == 1, depths
-        self.parts = tuple(parts)
         self.shape = sum(part.rows for part in parts), parts[0].depth
+        #: Names the matrix among those of a model's files: one of the same name has the same numbers. "": it has none.
+        self.source = ""
+        self._parts: tuple[StoredPart, ...] | None = tuple(parts)
+        self._read: Callable[[], Sequence[StoredPart]] | None = None
+
+    @classmethod
+    def unread(cls, shape: tuple[int, int], read: Callable[[], Sequence[StoredPart]], source: str) -> "StoredMatrix":
+        """Return a matrix whose parts `read` returns when they are needed."""
+        matrix = cls.__new__(cls)
+        matrix.shape, matrix.source, matrix._parts, matrix._read = shape, source, None, read
+        return matrix
+
+    @classmethod
+    def joined(cls, matrices: "Sequence[StoredMatrix]") -> "StoredMatrix":
+        """Return the rows of all matrices, one after the other."""
+        if len(matrices) == 1:
+            return matrices[0]
+        (depth,) = {matrix.shape[1] for matrix in matrices}
+        names = [matrix.source for matrix in matrices]
+        source = f"({' '.join(names)})" if all(names) else ""
+        shape = sum(matrix.shape[0] for matrix in matrices), depth
+        return cls.unread(shape, lambda: [part for matrix in matrices for part in matrix.parts], source)
 
     @classmethod
     def of(cls, matrix: Numbers) -> "StoredMatrix":
@@ -58,20 +81,34 @@ class StoredMatrix:
         matrix = np.ascontiguousarray(matrix)
         return cls([StoredPart(_PLAIN_NAMES[matrix.dtype], matrix.view(np.uint8), matrix.shape[1])])
 
+    @property
+    def parts(self) -> tuple[StoredPart, ...]:
+        """Return the parts. The first call reads them."""
+        if self._parts is None:
+            assert self._read is not None
+            self._parts, self._read = tuple(self._read()), None
+            assert (sum(part.rows for part in self._parts), self._parts[0].depth) == self.shape, self.source
+        return self._parts
+
     def rows(self, first: int, last: int) -> "StoredMatrix":
         """Return the rows from `first` to before `last`, as a view of the same data."""
+        first, last = max(0, first), min(last, self.shape[0])
+        source = f"{self.source}[{first}:{last}]" if self.source else ""
+        return self.unread((last - first, self.shape[1]), lambda: self._slice(first, last), source)
+
+    def _slice(self, first: int, last: int) -> list[StoredPart]:
         parts, begin = list[StoredPart](), 0
         for part in self.parts:
             rows = part.data[max(0, first - begin) : max(0, last - begin)]
             begin += part.rows
             if len(rows):
                 parts.append(part._replace(data=rows))
-        return StoredMatrix(parts)
+        return parts
 
     def without(self, first: int, last: int) -> "StoredMatrix":
         """Return the rows before `first`, then those from `last` on, as a view of the same data."""
-        rows = self.rows(0, first).parts if first else ()
-        return StoredMatrix([*rows, *self.rows(last, self.shape[0]).parts])
+        ends = [self.rows(0, first)] if first else []
+        return self.joined([*ends, self.rows(last, self.shape[0])])
 
     def dense(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
@@ -92,7 +129,7 @@ class StoredMatrix:
 
     def quantized(
         self, library: CpuLibrary, *, is_gated: bool = False, in_8_bits: bool = False
-    ) -> QuantizedMatrix | None:
+    ) -> PackedWeights | None:
         """Return the matrix packed as stored, for products in bfloat16; None: use dense(). See quantize().
 
         in_8_bits: for products in 8 bits; then parts that are not quantized become Q8_0. The data is released.
@@ -105,7 +142,7 @@ class StoredMatrix:
             packed = quantize(library, rows, is_gated=is_gated)
         for part in self.parts:
             part.let_go()
-        return packed._replace(in_8_bits=True) if in_8_bits and packed is not None else packed
+        return packed._replace(packing=INT8) if in_8_bits and packed is not None else packed
 
     def own(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype, in separate memory."""

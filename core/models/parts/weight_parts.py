@@ -34,7 +34,7 @@ class WeightParts:
         """
         found = [self._take(names, name) for name in names]
         matrices = [StoredMatrix.of(weight) if isinstance(weight, np.ndarray) else weight for weight in found]
-        return StoredMatrix([part for matrix in matrices for part in matrix.parts])
+        return StoredMatrix.joined(matrices)
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
         """Return the weight with this name. names: all names of the same request, for the error text."""

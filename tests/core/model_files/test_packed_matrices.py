@@ -19,6 +19,7 @@ from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, rounded
 from tests.core.model_files.packing import Plain, Tensors, awq, compressed, eight_bits, gptq, random_plain
+from tests.core.model_files.tensors.test_weights import dense_weights
 from tests.numbers import dense_tensor
 from tools.lab.bench.tiny_model import write_tiny_model
 
@@ -216,7 +217,7 @@ def test_what_does_not_fit_is_named(
             tensors[f"{Q_PROJ}.{kind}"] = tensor
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises((ModelFileError, UnsupportedModelError), match=message):
-        list(load_weights(folder, read_model_config(folder), FLOAT32))
+        dense_weights(load_weights(folder, read_model_config(folder), FLOAT32))
 
 
 @pytest.mark.parametrize(

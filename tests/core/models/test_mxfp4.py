@@ -18,8 +18,8 @@ from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import ModelFileError
 from ipc.tables.arrays import UInt8s
-from kernels.cpu.gemm import QUANTIZED
 from kernels.cpu.library import load_cpu_library
+from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.models.checkpoints import Golden, build, check_greedy, check_logits, golden_of
 from tests.core.models.gguf_checkpoints import converted, metadata

@@ -8,8 +8,9 @@ import pytest
 from core.models.llama import Llama
 from core.models.operations.weight_form import WeightForm
 from kernels.cpu.build import usable_variants
-from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import load_cpu_library
+from kernels.cpu.packed_weights import INT8
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.models.test_llama import Requests, prompts
 from tests.core.runner.invariance import KINDS, difference, random_weights, run

@@ -9,8 +9,9 @@ import pytest
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from kernels.cpu.build import runnable_variants
-from kernels.cpu.gemm import QUANTIZED, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import load_cpu_library
+from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import ONE_OF_EACH, PROMPT, scenario

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from kernels.cpu.build import runnable_variants
-from kernels.cpu.gemm import COMPACT, WHOLE
 from kernels.cpu.library import load_cpu_library
+from kernels.cpu.packed_weights import COMPACT, WHOLE
 from tests.kernels.cancelling import cancelling_product
 from tests.kernels.on_tensors import CpuEmbedding, PackedMatrix
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from kernels.cpu.build import find_compiler, runnable_variants
-from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
+from kernels.cpu.packed_weights import INT8
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.dequantize import BLOCK_SIZES, K_BLOCK
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
@@ -43,7 +44,7 @@ def best() -> Iterator[CpuLibrary]:
 def packed(library: CpuLibrary, parts: list[BlockRows], gate: str | None = None, **options: object) -> PackedMatrix:
     stored = quantize(library, parts, is_gated=gate is not None)
     assert stored is not None
-    matrix = PackedMatrix(library, stored._replace(in_8_bits=True), gate=gate, **options)  # type: ignore[arg-type]
+    matrix = PackedMatrix(library, stored._replace(packing=INT8), gate=gate, **options)  # type: ignore[arg-type]
     assert matrix.packing == INT8
     return matrix
 

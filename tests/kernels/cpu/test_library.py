@@ -133,7 +133,7 @@ def test_a_user_without_a_home_is_told(cache, monkeypatch):
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(CpuLibraryError, match="no folder for built kernels: neither XDG_CACHE_HOME nor a home"):
+    with pytest.raises(CpuLibraryError, match="no folder for kernels: neither XDG_CACHE_HOME nor a home"):
         load_cpu_library()
 
 

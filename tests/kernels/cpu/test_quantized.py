@@ -7,8 +7,9 @@ import pytest
 
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.gemm import QUANTIZED, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.packed_weights import QUANTIZED
 from kernels.cpu.quantized import BlockRows, bits_in_memory, quantize
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
 from kernels.elements import BFLOAT16, FLOAT32, Numbers, rounded, to_floats

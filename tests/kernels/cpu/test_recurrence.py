@@ -8,8 +8,8 @@ import pytest
 
 from kernels.arrays import Floats, Ints
 from kernels.cpu.build import VARIANTS, runnable_variants
+from kernels.cpu.elementwise import open_gates
 from kernels.cpu.library import ARITHMETIC, CpuLibrary, load_cpu_library
-from kernels.cpu.output_gate import open_gates
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.states import allocate_states

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kernels.cpu.elementwise import cap_logits
 from kernels.cpu.library import load_cpu_library
-from kernels.cpu.soft_cap import cap_logits
 
 
 @pytest.mark.parametrize("cap", [1.0, 30.0])

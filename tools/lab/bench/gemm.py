@@ -28,7 +28,7 @@ from ipc.version import NAME, VERSION
 from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.quantized import QuantizedMatrix
+from kernels.cpu.packed_weights import PackedWeights
 from kernels.elements import BFLOAT16, ELEMENT_TYPES, Dtype, Numbers, element_name
 from kernels.torch.linear import best_product, plain_product, prepacked_product
 from kernels.torch.tensors import DTYPES, to_array
@@ -133,7 +133,7 @@ def _stored_matrices(path: Path, config: ModelConfig, library: CpuLibrary) -> di
     }
 
 
-def _packed(library: CpuLibrary, weight: Numbers | QuantizedMatrix | None, streams: bool) -> Product:
+def _packed(library: CpuLibrary, weight: Numbers | PackedWeights | None, streams: bool) -> Product:
     """Return the weight in the engine's form.
 
     The model's size decides whether its weights bypass the caches, and whether they are compact.

@@ -43,7 +43,7 @@ static void embed_compact_row(const Embedding *args, int64_t row) {
     const char *table = (const char *)args->table + id / PANEL_COLUMNS * compact_panel_bytes(args->width);
     const CompactPanel *panel = (const CompactPanel *)table;
     const uint8_t *bytes = (const uint8_t *)(panel + 1);
-    const WholePair *whole = panel->whole;
+    const WholePair *whole = first_whole_pair(panel);
     int64_t whole_number = panel->first_whole;
     float *out = args->out + row * args->width;
     for (int64_t pair = 0; pair < num_pairs; pair++, bytes += PAIR_BYTES, out += 4) {

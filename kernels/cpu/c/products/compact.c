@@ -134,7 +134,7 @@ static void pack_panel(const GemmPack *args, int64_t panel) {
     char *to = (char *)(head + 1);
     Slice slice;
     memcpy(head->upper, plan->upper, sizeof head->upper);
-    head->whole = whole;
+    head->to_whole = (char *)whole - (char *)head;
     for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
         pack_slice(args, panel, first, &slice);
         for (int i = 0; i < slice.count; i++, to += PAIR_BYTES) {

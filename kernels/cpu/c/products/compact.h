@@ -33,11 +33,16 @@ typedef struct {
 
 /* A panel's first cache line. */
 typedef struct {
-    uint8_t upper[16];      /* the table: upper byte of each code */
-    const WholePair *whole; /* the panel's first one; without one, still an address that may be prefetched */
-    int32_t first_whole;    /* the number of that pair; or NO_PAIR */
+    uint8_t upper[16];    /* the table: upper byte of each code */
+    int64_t to_whole;     /* bytes from the panel to its first one; without one, still a place that may be prefetched */
+    int32_t first_whole;  /* the number of that pair; or NO_PAIR */
     char padding[36];
 } CompactPanel;
+
+/* The panel's first whole pair. */
+static inline const WholePair *first_whole_pair(const CompactPanel *panel) {
+    return (const WholePair *)((const char *)panel + panel->to_whole);
+}
 
 static inline int64_t compact_panel_bytes(int64_t depth) {
     return (int64_t)sizeof(CompactPanel) + depth / 4 * PAIR_BYTES;
@@ -56,7 +61,7 @@ int64_t compact_plan_bytes(int64_t num_columns);
  * weights, or if they would not be much smaller. */
 int64_t compact_bytes(const GemmPack *args);
 
-/* Third call: write the compact weights to `packed`, 64-byte aligned. They contain addresses: do not move them. */
+/* Third call: write the compact weights to `packed`, 64-byte aligned. */
 void compact_pack(const GemmPack *args);
 
 #endif

@@ -216,7 +216,7 @@ INLINE void compact_block(Work work, const int rows) {
     const CompactPanel *panel = (const CompactPanel *)work.w;
     const Table table = load_table(panel->upper); /* the upper bytes of the panel's codes */
     const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
-    const WholePair *whole = panel->whole;
+    const WholePair *whole = first_whole_pair(panel);
     const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* before all pairs if there is none */
     ask_for_pair(whole);
     ask_for(&work, sizeof *panel);

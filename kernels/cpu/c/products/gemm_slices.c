@@ -45,7 +45,7 @@ static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, sli
 static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t last, char *out) {
     const Table table = load_table(panel->upper);
     const char *pairs = (const char *)(panel + 1);
-    const WholePair *whole = panel->whole;
+    const WholePair *whole = first_whole_pair(panel);
     int64_t whole_number = panel->first_whole;
     while (whole_number != NO_PAIR && whole_number < first) whole_number = whole++->next;
     for (int64_t number = first; number < last; number++) {

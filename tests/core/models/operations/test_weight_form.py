@@ -14,8 +14,9 @@ from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
-from kernels.cpu.gemm import QUANTIZED, PackedMatrix
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, run
 from tests.core.runner.invariance_scenarios import PROMPT

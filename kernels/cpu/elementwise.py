@@ -1,10 +1,19 @@
-"""open_gates: applies the gate of attention's output, with the C kernel (kernels/cpu/c/layers/output_gate.h)."""
+"""Elementwise C kernels: a soft cap on logits, and the gate of attention's output (c/layers/)."""
 
 import ctypes
 
+from kernels.arrays import Floats
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.mixer_structs import OutputGateArguments
+from kernels.cpu.structs import SoftCapArguments
 from kernels.elements import Numbers
+
+
+def cap_logits(library: CpuLibrary, logits: Floats, cap: float) -> None:
+    """Replace each number of logits [n, vocab], float32 and contiguous, by cap * tanh(number / cap)."""
+    assert logits.flags.c_contiguous, logits.strides
+    run = library.function("soft_cap", ctypes.POINTER(SoftCapArguments))
+    run(SoftCapArguments(logits.ctypes.data, *logits.shape, cap))
 
 
 def open_gates(library: CpuLibrary, mixed: Numbers, gates: Numbers) -> None:

@@ -1,0 +1,224 @@
+"""WeightCache: a model's packed weights in a file, which the next start maps instead of packing them again.
+
+The files are in $XDG_CACHE_HOME/engine-core/weights (by default ~/.cache/...). Only its owner may access the folder.
+A file's name is a digest of all that its bytes depend on: the model's files, the kernels, the code that packs, the form
+of the weights, and the part of the model. It holds no addresses, so engines of one model share its memory if the system
+keeps files in huge pages (Linux 6.x on ext4, XFS or btrfs); otherwise each has a copy.
+
+A file is (little-endian): 16 bytes _MAGIC; the header's length in 8 bytes; the SHA-256 of the header; digest_of() all
+data; the header, a msgpack map of names to entries; and from the next multiple of _PAGE on, the data. Whatever is
+wrong with a file, the weights are packed again.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+import core.models
+import kernels
+from core import log
+from ipc.tables.arrays import UInt8s
+from ipc.tables.rounding import round_up
+from kernels.cpu.build import CpuLibraryError
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.library_file import private_folder
+from kernels.cpu.packed_weights import digest_of
+from kernels.memory.huge_pages import is_in_huge_pages
+
+_MAGIC = b"packed weights 1"
+_DIGEST_BYTES, _HEADER_AT = 32, len(_MAGIC) + 8 + 2 * 32
+_MAX_HEADER_BYTES = 64 << 20
+_ALIGNMENT, _PAGE = 64, 1 << 21  # of an entry, for the kernels; of the data: a huge page
+#: Weights that are packed faster than a file is found are not kept.
+_LEAST_BYTES = 32 << 20
+_PIECE = 8 << 20  # bytes written at a time
+_SUFFIX, _UNFINISHED = ".weights", ".tmp"
+_POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
+
+#: Facts about packed bytes, which the cache stores next to them.
+Facts = tuple[int, ...]
+Packed = tuple[UInt8s, Facts]
+
+
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    begin: int  # in the data
+    end: int
+    facts: Facts
+
+
+class WeightCache:
+    """The packed weights of one model, from its file if there is one.
+
+    It is used by one thread. max_bytes: of all files in the folder; the least recently used ones are removed.
+    """
+
+    def __init__(self, key: Iterable[str], library: CpuLibrary, max_bytes: int) -> None:
+        """key: all that the bytes depend on, in addition to library and code."""
+        text = "\n".join([_MAGIC.decode(), library.file_name, _code_digest(), *key])
+        self._library, self._max_bytes = library, max_bytes
+        self._made: dict[str, Packed] = {}  # in the order in which they were asked for
+        self._entries: dict[str, _Entry] = {}
+        self._misses = 0
+        self._path: Path | None = None
+        try:
+            self._path = private_folder("weights") / f"{hashlib.sha256(text.encode()).hexdigest()}{_SUFFIX}"
+        except CpuLibraryError as error:
+            log.say(f"engine-core: packed weights are not kept: {error}")
+            return
+        opened = _open(self._path, library)
+        if opened is not None:
+            self._entries, self._data = opened
+
+    def take(self, name: str, make: Callable[[], Packed]) -> Packed:
+        """Return the packed bytes of this name: from the file, or those that `make` returns.
+
+        Bytes from the file are read-only, at a multiple of 64 bytes.
+        """
+        entry = self._entries.get(name)
+        if entry is not None:
+            packed = self._data[entry.begin : entry.end], entry.facts
+        else:
+            self._misses += 1
+            packed = make()
+        self._made[name] = packed
+        return packed
+
+    def keep(self) -> threading.Thread | None:
+        """Once the model is loaded, write its file in a thread, unless it has one. Return the thread."""
+        made, self._made = self._made, {}
+        if not self._misses or self._path is None:
+            return None
+        arguments = self._path, made, self._library, self._max_bytes
+        thread = threading.Thread(target=_keep, args=arguments, name="weight-cache", daemon=True)
+        thread.start()
+        return thread
+
+
+def _code_digest() -> str:
+    """Return a digest of the code that decides what packed bytes are made of a model's files."""
+    digest, (kernels_folder,), (models,) = hashlib.sha256(), kernels.__path__, core.models.__path__
+    folders = Path(__file__).parent / "tensors", Path(models, "operations"), Path(models, "parts")
+    files = [path for folder in folders for path in folder.glob("*.py")]
+    files += [path for folder in (Path(kernels_folder), Path(kernels_folder, "cpu")) for path in folder.glob("*.py")]
+    for path in sorted(files):
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _open(path: Path, library: CpuLibrary) -> tuple[dict[str, _Entry], UInt8s] | None:
+    """Map a file and check it. None: there is none, or it is damaged; then it is removed."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with open(fd, "rb") as file:
+            found = _read(file.fileno(), library)
+            os.utime(file.fileno())  # the least recently used file is removed first
+    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        log.say(f"engine-core: {path} cannot be used, so the weights are packed again: {error}")
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return None
+    return found
+
+
+def _read(fd: int, library: CpuLibrary) -> tuple[dict[str, _Entry], UInt8s]:
+    """Errors: OSError, ValueError if the file is not as it was written."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ValueError("it is not a file that only this user may write")
+    mapping = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+    if mapping[: len(_MAGIC)] != _MAGIC:
+        raise ValueError("it does not begin as a file of packed weights")
+    size = int.from_bytes(mapping[len(_MAGIC) : len(_MAGIC) + 8], "little")
+    digests = mapping[len(_MAGIC) + 8 : _HEADER_AT]
+    header = mapping[_HEADER_AT : _HEADER_AT + min(size, _MAX_HEADER_BYTES)]
+    if len(header) != size or hashlib.sha256(header).digest() != digests[:_DIGEST_BYTES]:
+        raise ValueError("its header is damaged")
+    entries = msgspec.msgpack.decode(header, type=dict[str, _Entry])
+    begin = round_up(_HEADER_AT + size, _PAGE)
+    if len(mapping) != begin + max((entry.end for entry in entries.values()), default=0):
+        raise ValueError("its end is missing")
+    with contextlib.suppress(OSError):  # an older kernel; the pages come one by one then
+        mapping.madvise(_POPULATE_READ)
+    data = np.frombuffer(mapping, np.uint8)[begin:]
+    if not is_in_huge_pages(data):  # products read them faster, so they are worth the copy
+        copy = library.allocate(data.nbytes)
+        copy[: data.nbytes] = data
+        data = copy
+    if digest_of(library, data) != digests[_DIGEST_BYTES:]:
+        raise ValueError("its data is damaged")
+    data.flags.writeable = False
+    return entries, data
+
+
+def _keep(path: Path, made: dict[str, Packed], library: CpuLibrary, max_bytes: int) -> None:
+    """Write the file, and remove others if there are too many bytes. Say why if it cannot be written."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread: requests come first
+    entries, end = dict[str, _Entry](), 0
+    for name, (data, facts) in made.items():
+        begin = round_up(end, _ALIGNMENT)
+        end = begin + data.nbytes
+        entries[name] = _Entry(begin, end, facts)
+    header = msgspec.msgpack.encode(entries)
+    begin = round_up(_HEADER_AT + len(header), _PAGE)
+    if end < _LEAST_BYTES or begin + end > max_bytes:
+        return
+    temporary = path.with_suffix(_UNFINISHED)
+    try:
+        with open(temporary, "ab", opener=_private) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            disk = os.statvfs(path.parent)
+            if disk.f_bavail * disk.f_frsize < 2 * (begin + end):
+                raise OSError(f"{path.parent} has less than twice their {begin + end} bytes free")
+            _make_room(path.parent, max_bytes - begin - end)
+            file.truncate(0)
+            pieces = ((begin + entry.begin, made[name][0]) for name, entry in entries.items())
+            _write(file.fileno(), header, begin, pieces, library)
+            temporary.replace(path)
+    except BlockingIOError:
+        pass  # another engine is writing it
+    except OSError as error:
+        log.say(f"engine-core: the packed weights are not kept: {error}")
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _write(fd: int, header: bytes, begin: int, pieces: Iterable[tuple[int, UInt8s]], library: CpuLibrary) -> None:
+    """Write the data, which begins at `begin`, then the beginning with the digests. Errors: OSError."""
+    for place, data in pieces:
+        for first in range(0, data.nbytes, _PIECE):
+            piece, at = data[first : first + _PIECE].data, place + first
+            while piece:
+                written = os.pwrite(fd, piece, at)
+                piece, at = piece[written:], at + written
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping, library.alone():
+        digest = digest_of(library, np.frombuffer(mapping, np.uint8)[begin:])
+    digests = hashlib.sha256(header).digest() + digest
+    os.pwrite(fd, _MAGIC + len(header).to_bytes(8, "little") + digests + header, 0)
+
+
+def _make_room(folder: Path, num_bytes: int) -> None:
+    """Remove the least recently used files until the others have at most num_bytes bytes."""
+    found = sorted(((path, path.stat()) for path in folder.glob(f"*{_SUFFIX}")), key=lambda each: each[1].st_mtime_ns)
+    total = sum(status.st_size for _, status in found)
+    for path, status in found:
+        if total <= num_bytes:
+            return
+        path.unlink(missing_ok=True)
+        total -= status.st_size

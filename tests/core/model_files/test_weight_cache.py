@@ -1,0 +1,250 @@
+"""Packed weights in a file: the same bits as packing them, and packed again if anything is wrong with the file."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.executors.load import load
+from core.model_files import weight_cache
+from core.model_files.model_config import read_model_config
+from core.model_files.tensors.weights import load_weights
+from core.model_files.weight_cache import Packed, WeightCache
+from core.models.llama import Llama
+from core.models.operations.weight_form import WeightForm
+from ipc.options.config import EngineConfig
+from kernels.cpu.library import load_cpu_library
+from kernels.cpu.library_file import private_folder
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from tests.core.models.checkpoints import build
+from tests.core.models.operations.test_stored_matrix import CONFIG, write_mixed
+from tests.core.models.test_llama import Requests, prompts
+
+LIBRARY = load_cpu_library()
+MANY = 1 << 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the files. Files of any size are kept."""
+    monkeypatch.setattr(weight_cache, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(weight_cache, "private_folder", lambda name: tmp_path / name)
+    (tmp_path / "weights").mkdir(mode=0o700)
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(weight_cache.log, "say", lines.append)
+    return lines
+
+
+def packed(seed: int, size: int = 1000) -> Packed:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8), (seed, -1)
+
+
+def never() -> Packed:
+    pytest.fail("packed again")
+
+
+def fill(key: str = "model", max_bytes: int = MANY) -> WeightCache:
+    """Pack two matrices, and wait until they are kept."""
+    cache = WeightCache([key], LIBRARY, max_bytes)
+    for seed in (1, 2):
+        cache.take(f"matrix {seed}", lambda seed=seed: packed(seed, 999 * seed))  # type: ignore[misc]
+    keep(cache)
+    return cache
+
+
+def keep(cache: WeightCache) -> None:
+    if (thread := cache.keep()) is not None:
+        thread.join()
+
+
+def test_what_was_packed_is_mapped(folder: Path) -> None:
+    fill()
+    (file,) = folder.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    for seed in (2, 1):
+        data, facts = cache.take(f"matrix {seed}", never)
+        assert np.array_equal(data, packed(seed, 999 * seed)[0])
+        assert facts == (seed, -1)
+        assert data.ctypes.data % 64 == 0
+        assert not data.flags.writeable
+    assert cache.keep() is None
+    assert WeightCache(["other"], LIBRARY, MANY).take("matrix 1", lambda: packed(7))[1] == (7, -1)
+
+
+def test_a_matrix_more_is_packed_and_kept_with_the_others(folder: Path) -> None:
+    fill()
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    cache.take("matrix 1", never)
+    assert cache.take("matrix 3", lambda: packed(3))[1] == (3, -1)
+    keep(cache)
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    for name in ("matrix 1", "matrix 3"):
+        cache.take(name, never)
+
+
+def change(at: int) -> Callable[[Path], None]:
+    def write(file: Path) -> None:
+        content = bytearray(file.read_bytes())
+        content[at] ^= 1
+        file.write_bytes(content)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(3), "does not begin as"),
+        (change(17), "its header is damaged"),
+        (change(100), "its header is damaged"),
+        (change(60), "its data is damaged"),
+        (change(-1), "its data is damaged"),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), "its end is missing"),
+        (lambda file: os.truncate(file, 20), "its header is damaged"),
+        (lambda file: os.truncate(file, 0), "cannot mmap an empty file"),
+        (lambda file: file.chmod(0o660), "not a file that only this user may write"),
+    ],
+)
+def test_a_damaged_file_is_packed_again(
+    damage: Callable[[Path], None], message: str, folder: Path, said: list[str]
+) -> None:
+    fill()
+    (file,) = folder.iterdir()
+    damage(file)
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    assert message in said.pop()
+    assert list(folder.iterdir()) == []
+    assert cache.take("matrix 1", lambda: packed(8))[1] == (8, -1)
+    keep(cache)
+    assert WeightCache(["model"], LIBRARY, MANY).take("matrix 1", never)[1] == (8, -1)
+    assert said == []
+
+
+def test_the_least_recently_used_files_are_removed(folder: Path, said: list[str]) -> None:
+    fill("a")
+    (first,) = folder.iterdir()
+    size = first.stat().st_size
+    fill("b", 3 * size)
+    (second,) = set(folder.iterdir()) - {first}
+    os.utime(first, ns=(1, 1))
+    os.utime(second, ns=(2, 2))
+    WeightCache(["a"], LIBRARY, MANY)  # uses it
+    fill("c", 2 * size)
+    assert first in folder.iterdir()
+    assert second not in folder.iterdir()
+    fill("d", size // 3)  # fewer than its own bytes: not kept
+    assert len(list(folder.iterdir())) == 2
+    assert said == []
+
+
+def test_what_cannot_be_written_is_said_and_leaves_nothing(
+    folder: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        fill()
+    assert "the packed weights are not kept: [Errno 28]" in said.pop()
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1,) * 10))
+    fill()
+    assert "has less than twice their" in said.pop()
+    assert list(folder.iterdir()) == []
+    monkeypatch.setattr(weight_cache, "private_folder", private_folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    private_folder("weights").chmod(0o750)
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    assert "packed weights are not kept" in said.pop()
+    assert cache.take("matrix 1", lambda: packed(1))[1] == (1, -1)
+    assert cache.keep() is None
+
+
+def test_one_engine_writes_a_file(folder: Path, said: list[str]) -> None:
+    fill()
+    (file,) = folder.iterdir()
+    file.unlink()
+    with open(file.with_suffix(".tmp"), "wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        fill()
+        assert list(folder.iterdir()) == [file.with_suffix(".tmp")]
+    fill()  # over what an engine left that was killed
+    assert list(folder.iterdir()) == [file]
+    assert said == []
+
+
+def logits_of(model: Llama) -> bytes:
+    return bytes(Requests(model, prompts(9, vocab_size=40)).step({0: 9})[0].numpy().tobytes())
+
+
+def write_safetensors(case: str) -> Callable[[Path], Any]:
+    def write(path: Path) -> Any:
+        build(case).save_pretrained(path)
+        return read_model_config(path)
+
+    return write
+
+
+def write_gguf(path: Path) -> Any:
+    write_mixed(path)
+    return CONFIG
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+@pytest.mark.parametrize(
+    ("write", "dtype", "form"),
+    [
+        (write_gguf, BFLOAT16, WeightForm.STORED),
+        (write_gguf, BFLOAT16, WeightForm.DENSE),
+        (write_gguf, FLOAT32, WeightForm.INT8),
+        (write_safetensors("qwen3-moe"), BFLOAT16, WeightForm.STORED),
+        (write_safetensors("glm4.5-air"), FLOAT32, WeightForm.DENSE),
+        (write_safetensors("minicpm3"), BFLOAT16, WeightForm.INT8),
+    ],
+)
+def test_a_model_from_its_file_has_the_same_bits(
+    write: Callable[[Path], Any], dtype: Dtype, form: WeightForm, folder: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / ("model.gguf" if write is write_gguf else "model")
+    config, found = write(path), []
+    for number in range(3):
+        cache = WeightCache(["model"], LIBRARY, MANY)
+        take = cache.take if number else None  # the first one without a cache
+        weights = load_weights(path, config, dtype, LIBRARY)
+        found.append(logits_of(Llama(config, weights, dtype, library=LIBRARY, form=form, take_packed=take)))
+        thread = cache.keep()
+        assert (thread is not None) == (number == 1)
+        if thread is not None:
+            thread.join()
+    assert found[1] == found[2] == found[0]
+
+
+def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -> None:
+    build("llama2").save_pretrained(tmp_path / "model")
+
+    def num_files(dtype: Dtype = FLOAT32, **options: Any) -> int:
+        load(EngineConfig(model=str(tmp_path / "model"), threads=1, **options), lambda *_: dtype)
+        for thread in threading.enumerate():
+            if thread.name == "weight-cache":
+                thread.join()
+        return len(list(folder.iterdir()))
+
+    assert num_files(weight_cache_bytes=0) == 0
+    assert num_files(load_format="dummy") == 0
+    assert num_files() == 1
+    assert num_files() == 1
+    assert num_files(BFLOAT16) == 2
+    weights = tmp_path / "model" / "model.safetensors"
+    os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
+    assert num_files() == 3
