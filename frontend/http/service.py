@@ -457,6 +457,7 @@ class Standing:
     def __init__(self, client: EngineClient, hang_timeout: float) -> None:
         self.is_draining = False  # this server ends
         self._client, self._hang_timeout = client, hang_timeout
+        self.cached_block = 0  # tokens of a block of the engine's prefix cache; 0 = it has none, or has not said so yet
         self._not_taking = ""  # why the engine accepts no requests, from its last answer
         self._asking: asyncio.Future[None] | None = None
         self._box: BlackBoxReader | None = None  # of the engine, if it is on this machine
@@ -484,7 +485,9 @@ class Standing:
 
     def _ask(self) -> None:
         try:
-            self._not_taking = self._client.model_information(_TIMEOUT_S).not_taking
+            said = self._client.model_information(_TIMEOUT_S)
+            self._not_taking = said.not_taking
+            self.cached_block = said.block_size if said.enable_prefix_caching else 0
         except EngineCoreError:  # it hangs or is being restarted: then requests are accepted, and wait
             self._not_taking = ""
 

@@ -37,7 +37,9 @@ async def create_message(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
-    return await service.submit(request, prepared.requests, MessagesFormat(name, prepared))
+    return await service.submit(
+        request, prepared.requests, MessagesFormat(name, prepared, service.standing.cached_block)
+    )
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
@@ -59,11 +61,13 @@ class MessagesFormat:
     stream_type = EVENT_STREAM
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, name: str, prepared: PreparedChat) -> None:
+    def __init__(self, name: str, prepared: PreparedChat, cached_block: int) -> None:
+        """cached_block: see Standing."""
         self._name = name
         self._id = f"msg_{new_id()[:24]}"
         self._num_prompt = len(prepared.requests[0].prompt.token_ids)
-        self._num_cached = 0  # of the prompt's tokens; known with the first piece
+        self._num_cached = 0  # of the prompt's tokens; known with the first piece, as are those that are put there
+        self._cached_block, self._is_computed = cached_block, False
         self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
         self._ids = CallIds(prepared.id_length, "toolu_")
         self._blocks: list[Json] = []
@@ -82,7 +86,7 @@ class MessagesFormat:
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of the new text."""
-        self._num_cached = usage.cached_tokens
+        self._num_cached, self._is_computed = usage.cached_tokens, True
         is_end = output.finish_reason is not None
         events = [self._part(part) for part in self._answer.feed(output.text, is_end=is_end)]
         if is_end:
@@ -92,7 +96,7 @@ class MessagesFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Return the stop reason, the usage, and the end of the message."""
-        return _event("message_delta", delta=self._stop, usage=_usage(usage)) + _event("message_stop")
+        return _event("message_delta", delta=self._stop, usage=self._usage(usage)) + _event("message_stop")
 
     def failure(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -111,7 +115,7 @@ class MessagesFormat:
             "model": self._name,
             "content": self._blocks,
             **self._stop,
-            "usage": _usage(usage),
+            "usage": self._usage(usage),
         }
 
     def _part(self, part: Delta | WholeCall) -> bytes:
@@ -144,6 +148,21 @@ class MessagesFormat:
         self._has_open = False
         return _event("content_block_stop", index=len(self._blocks) - 1)
 
+    def _usage(self, usage: Usage) -> Json:
+        """Return the counts, of which those of input add up to the prompt: each of its tokens is in one of the three.
+
+        The engine puts the whole blocks of a prompt into its prefix cache when it computes them.
+        """
+        block = self._cached_block if self._is_computed else 0
+        whole = usage.prompt_tokens // block * block if block else 0
+        created = max(0, whole - usage.cached_tokens)
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
     def _stop_fields(self, output: CompletionOutput) -> Json:
         if output.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -155,15 +174,6 @@ class MessagesFormat:
 
 def _event(kind: str, **fields: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_bytes({"type": kind, **fields}))
-
-
-def _usage(usage: Usage) -> Json:
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-    }
 
 
 def _error(error: HttpError) -> Json:

@@ -19,7 +19,8 @@ assert text == whole.content[0].text == final.content[0].text
 assert final.stop_reason == whole.stop_reason
 assert final.usage.output_tokens == whole.usage.output_tokens
 count = client.messages.count_tokens(**brief)
-assert count.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+cached = (whole.usage.cache_creation_input_tokens or 0) + (whole.usage.cache_read_input_tokens or 0)
+assert count.input_tokens == whole.usage.input_tokens + cached
 
 tool = {
     "name": "get_weather",

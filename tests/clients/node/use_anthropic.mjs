@@ -16,7 +16,8 @@ assert.equal(text, whole.content[0].text);
 assert.equal(final.stop_reason, whole.stop_reason);
 assert.equal(final.usage.output_tokens, whole.usage.output_tokens);
 const count = await client.messages.countTokens(brief);
-assert.equal(count.input_tokens, whole.usage.input_tokens + (whole.usage.cache_read_input_tokens ?? 0));
+const { input_tokens, cache_creation_input_tokens, cache_read_input_tokens } = whole.usage;
+assert.equal(count.input_tokens, input_tokens + cache_creation_input_tokens + cache_read_input_tokens);
 
 const input_schema = {
   type: "object", properties: { city: { type: "string", maxLength: 20 } }, required: ["city"],

@@ -91,7 +91,7 @@ def test_over_messages(served: Caller) -> None:
         answer = served.post("/v1/messages", {"max_tokens": 1, "messages": history, "tools": tools})
         assert answer.status == 200, answer.body
         usage = answer.json["usage"]
-        return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
+        return sum(int(usage[f"{kind}input_tokens"]) for kind in ("", "cache_creation_", "cache_read_"))
 
     assert input_tokens([tool, *hosted], blocks) == input_tokens([tool], "Yes.")
 

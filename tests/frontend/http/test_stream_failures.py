@@ -28,7 +28,7 @@ def test_responses_end_in_an_error_event() -> None:
 
 
 def test_messages_end_in_an_error_event() -> None:
-    answer = MessagesFormat("m", PREPARED)
+    answer = MessagesFormat("m", PREPARED, 0)
     name, data = answer.failure(ERROR).decode().rstrip("\n").split("\n")
     assert name == "event: error"
     error = {"type": "overloaded_error", "message": "the engine is gone"}

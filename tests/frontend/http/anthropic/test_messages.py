@@ -8,7 +8,7 @@ import pytest
 
 from frontend.llm import LLM
 from ipc.params.sampling_params import SamplingParams
-from tests.frontend.http.caller import Answer, Caller
+from tests.frontend.http.caller import Answer, Caller, wait_for
 
 HELLO: dict[str, Any] = {
     "model": "demo",
@@ -62,10 +62,16 @@ def fold(events: list[Any]) -> Any:
     return message
 
 
+def num_input(usage: Any) -> int:
+    """The tokens of the prompt: each of them is counted once."""
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+    return sum(int(usage[name]) for name in names)
+
+
 def without_ids(message: Any) -> Any:
     content = [{name: value for name, value in block.items() if name != "id"} for block in message["content"]]
     usage = message["usage"]
-    tokens = (usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"])
+    tokens = (num_input(usage), usage["output_tokens"])
     return {**message, "id": "", "content": content, "usage": tokens}
 
 
@@ -90,7 +96,7 @@ def test_a_message_is_a_chats_answer(served: Caller, llm: LLM) -> None:
     assert message["content"] == [{"type": "text", "text": wanted.outputs[0].text}]
     assert (message["stop_reason"], message["stop_sequence"], message["role"]) == ("max_tokens", None, "assistant")
     usage = message["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(wanted.prompt_token_ids)
+    assert num_input(usage) == len(wanted.prompt_token_ids)
     assert usage["output_tokens"] == 20
     count = served.post("/v1/messages/count_tokens", {"model": "demo", **fields}).json
     assert count == {"input_tokens": len(wanted.prompt_token_ids)}
@@ -167,14 +173,21 @@ def test_errors_have_anthropics_form(served: Caller, fields: Any, status: int, k
 
 
 def test_a_streams_beginning_and_end_count_the_same_prompt(served: Caller) -> None:
-    body = {**HELLO, "messages": [{"role": "user", "content": "count " * 60}]}
-    for _ in range(2):  # the second finds the first's prompt in the cache
+    """What a prompt puts into the prefix cache, the next request reads from there."""
+    names = ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
+
+    def counts(body: Any) -> list[int]:
         events = served.post("/v1/messages", {**body, "stream": True}).body.decode().split("\n\n")
         found = [json.loads(one.split("data: ")[1]) for one in events if "data: " in one]
         begin, end = found[0]["message"]["usage"], found[-2]["usage"]
-        names = ("input_tokens", "cache_read_input_tokens")
         assert [begin[name] for name in names] == [end[name] for name in names]
-    assert begin["cache_read_input_tokens"] > 0
+        return [int(end[name]) for name in names]
+
+    wait_for(lambda: counts(HELLO)[1] + counts(HELLO)[2] > 0)  # the server has asked for the size of blocks
+    body = {**HELLO, "messages": [{"role": "user", "content": "count " * 60}]}
+    (rest, created, read), again = counts(body), counts(body)
+    assert created > rest
+    assert again == [rest, 0, read + created]
 
 
 def test_models_in_anthropics_form(served: Caller) -> None:
