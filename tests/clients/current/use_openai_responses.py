@@ -14,8 +14,10 @@ whole = client.responses.create(**asked, max_output_tokens=24)
 assert whole.output_text
 assert whole.usage.output_tokens > 0
 with client.responses.stream(**asked, max_output_tokens=24) as stream:
-    text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-    final = stream.get_final_response()
+    events = list(stream)
+text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+final = events[-1].response
+assert events[-1].type == f"response.{final.status}"  # incomplete, if the answer is cut at the limit
 assert text == whole.output_text == final.output_text
 assert final.usage.output_tokens == whole.usage.output_tokens
 
