@@ -5,7 +5,7 @@ from typing import Any
 
 from frontend.client.progress import Progress
 from frontend.client.received_logprobs import PositionLogprobs
-from frontend.results.logprobs import logprob_dicts
+from frontend.results.logprobs import each_logprobs
 from frontend.results.outputs import CompletionOutput, TokenLogprobs
 from frontend.text.detokenizer import Detokenizer
 from frontend.text.token_texts import TokenTexts
@@ -127,7 +127,7 @@ class CompletionState:
 
     def _read_logprobs(self) -> list[TokenLogprobs]:
         """Return the log probabilities that no output has shown."""
-        new = logprob_dicts(self._received, self._token_texts)
+        new = list(each_logprobs(self._received, self._token_texts))
         for one, token in zip(new, self.token_ids[self._num_read :], strict=True):
             self._cumulative += one[token].logprob
         self._num_read += len(new)

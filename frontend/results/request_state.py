@@ -1,12 +1,12 @@
 """RequestState: one request from its caller's side. It turns journal progress into RequestOutputs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
-from frontend.results.logprobs import logprob_dicts
+from frontend.results.logprobs import each_logprobs
 from frontend.results.outputs import RequestMetrics, RequestOutput, Submitted, TokenLogprobs
 from frontend.text.prompt_context import prompt_context
 from frontend.text.prompts import Prompt
@@ -91,16 +91,17 @@ class RequestState:
         if self._prompt_logprobs is not None:
             return None if self._params.output_kind == RequestOutputKind.DELTA else self._prompt_logprobs
         if self.completions[0].token_ids:
-            self._prompt_logprobs = self.read_prompt_logprobs(first.logprobs)
+            self._prompt_logprobs = list(self.each_prompt_logprobs(first.logprobs))
         return self._prompt_logprobs
 
-    def read_prompt_logprobs(self, received: ReceivedLogprobs) -> list[TokenLogprobs | None]:
-        """Return the prompt's log probabilities, which are complete once there is a token."""
+    def each_prompt_logprobs(self, received: ReceivedLogprobs) -> Iterator[TokenLogprobs | None]:
+        """Yield the log probabilities of each token of the prompt, which are complete once there is a token."""
         texts = None
         if self._tokenizer is not None:
             context = self._context_of(self.prompt.token_ids[:1])
             texts = TokenTexts(self._tokenizer, self._params.skip_special_tokens, context)
-        return [None, *logprob_dicts(received.prompt, texts)]
+        yield None
+        yield from each_logprobs(received.prompt, texts)
 
     def _context_of(self, token_ids: Sequence[int]) -> list[int]:
         if self._tokenizer is None:

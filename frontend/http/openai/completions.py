@@ -1,6 +1,7 @@
 """/v1/completions: the handler, and the form of its answers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -122,7 +123,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         """Return a prompt and its log probabilities."""
         logprobs = None
         if prompt.logprobs is not None:
-            logprobs = self._logprobs(index, list(zip(prompt.token_ids, prompt.logprobs, strict=True)))
+            logprobs = self._logprobs(index, zip(prompt.token_ids, prompt.logprobs, strict=True))
         choice = {"index": index, "text": self._prompt_text(index // self._n), "logprobs": logprobs}
         return event({**self._fields, "choices": [{**choice, "finish_reason": None}]})
 
@@ -165,11 +166,12 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
     def _whole_choice(self, index: int, output: CompletionOutput, prompt: PromptSide) -> dict[str, object]:
         if self._drops_output:
             _drop(output)
-        text, before = output.text, list[Position]()
+        text = output.text
+        before: Iterable[Position] = ()
         if self._body.echo:
             text = self._prompt_text(index // self._n) + text
             if self._body.logprobs is not None and prompt.logprobs is not None:
-                before = list(zip(prompt.token_ids, prompt.logprobs, strict=True))
+                before = zip(prompt.token_ids, prompt.logprobs, strict=True)
         choice = self._choice(index, output, before)
         choice["text"] = text
         is_asked = self._body.prompt_logprobs is not None
@@ -178,10 +180,10 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         choice.setdefault("token_ids", None)
         return choice
 
-    def _choice(self, index: int, output: CompletionOutput, before: Sequence[Position] = ()) -> dict[str, object]:
+    def _choice(self, index: int, output: CompletionOutput, before: Iterable[Position] = ()) -> dict[str, object]:
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self._logprobs(index, [*before, *zip(output.token_ids, output.logprobs, strict=True)])
+            logprobs = self._logprobs(index, chain(before, zip(output.token_ids, output.logprobs, strict=True)))
         choice: dict[str, object] = {
             "index": index,
             "text": output.text,
@@ -193,7 +195,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
             choice["token_ids"] = output.token_ids
         return choice
 
-    def _logprobs(self, index: int, positions: Sequence[Position]) -> CompletionLogprobs | CompletionColumns:
+    def _logprobs(self, index: int, positions: Iterable[Position]) -> CompletionLogprobs | CompletionColumns:
         as_ids = bool(self._body.return_tokens_as_token_ids)
         logprobs, self._offsets[index] = columns_of(positions, self._tokenizer, self._offsets[index], as_ids=as_ids)
         return logprobs

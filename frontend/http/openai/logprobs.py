@@ -1,11 +1,9 @@
 """Log probabilities in the forms of OpenAI's two APIs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypedDict
 
-import msgspec
-
-from frontend.http.replies.answer_format import raw_list
+from frontend.http.replies.answer_format import JsonList, raw_list
 from frontend.results.outputs import Logprob, TokenLogprobs
 from frontend.text.tokenizer import Tokenizer
 
@@ -28,14 +26,14 @@ class CompletionLogprobs(TypedDict):
 class CompletionColumns(TypedDict):
     """CompletionLogprobs of many positions as JSON."""
 
-    tokens: msgspec.Raw
-    token_logprobs: msgspec.Raw
-    top_logprobs: msgspec.Raw
-    text_offset: msgspec.Raw
+    tokens: JsonList
+    token_logprobs: JsonList
+    top_logprobs: JsonList
+    text_offset: JsonList
 
 
 def columns_of(
-    positions: Sequence[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
+    positions: Iterable[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
 ) -> tuple[CompletionLogprobs | CompletionColumns, int]:
     """Return the columns of these positions, many of them as JSON, and the offset after them.
 
@@ -43,7 +41,7 @@ def columns_of(
     """
     columns = completion_logprobs(positions, tokenizer, offset, as_ids=as_ids)
     offset += sum(map(len, columns["tokens"]))
-    if len(positions) <= _FEW:
+    if len(columns["tokens"]) <= _FEW:
         return columns, offset
     shown = CompletionColumns(
         tokens=raw_list(columns["tokens"]),
@@ -55,7 +53,7 @@ def columns_of(
 
 
 def completion_logprobs(
-    positions: Sequence[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
+    positions: Iterable[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
 ) -> CompletionLogprobs:
     """Return the columns of these positions. offset: of the first. as_ids: write tokens as "token_id:<n>".
 
@@ -109,7 +107,7 @@ def chat_logprobs(
     return {"content": raw_list(content()) if len(token_ids) > _FEW else list(content())}
 
 
-def prompt_logprobs(positions: Sequence[TokenLogprobs | None] | None) -> msgspec.Raw | None:
+def prompt_logprobs(positions: Iterable[TokenLogprobs | None] | None) -> JsonList | None:
     """Return the prompt's log probabilities in vLLM's form: by token id, as text."""
     if positions is None:
         return None

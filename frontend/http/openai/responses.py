@@ -103,7 +103,7 @@ class ResponsesFormat(StoredFormat):
         if output.logprobs is None:
             return []
         shown = chat_logprobs(output.token_ids, output.logprobs, self._tokenizer, self._num_top, as_ids=False)
-        entries = msgspec.json.decode(msgspec.json.encode(shown["content"]))
+        entries = msgspec.json.decode(json_bytes(shown["content"]))
         special = self._tokenizer.special_token_ids if self._tokenizer is not None and self._skips_special else ()
         found = [
             TokenText("", entry, is_shown=False) if token in special else TokenText(entry["token"], entry)

@@ -17,7 +17,6 @@ from frontend.results.outputs import CompletionOutput, TokenLogprobs
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 #: Line ends of Python's str.splitlines() that JSON may contain unescaped. Some clients split an event's lines there.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
-_encode = msgspec.json.Encoder().encode
 _LONG_BYTES = 1 << 20  # of JSON: longer texts are escaped in parts
 _EACH_PART = 256  # elements of a long list encoded in one piece
 
@@ -74,41 +73,91 @@ class StoredFormat:
 
 
 class PromptSide(msgspec.Struct):
-    """A prompt as an answer may show it."""
+    """A prompt as an answer may show it. logprobs: of each of its tokens; each is made when it is read."""
 
     text: str | None
     token_ids: list[int]
-    logprobs: list[TokenLogprobs | None] | None = None
+    logprobs: Iterable[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+
+
+class JsonList:
+    """A long list that is JSON already, for a value that json_bytes() takes. parts: the text, in order."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self.parts = parts
+
+
+class _HasListsError(Exception):
+    """A value has a JsonList."""
+
+
+def _refuse_lists(value: object) -> object:
+    if isinstance(value, JsonList):
+        raise _HasListsError
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_encode = msgspec.json.Encoder(enc_hook=_refuse_lists).encode
+_MARK = b"\0"  # JSON has no such byte
 
 
 def json_bytes(value: object) -> bytes:
     """Return a value as JSON without any character that ends a line. A lone surrogate becomes a question mark."""
     try:
-        data = _encode(value)
+        return _one_line(_encode(value))
     except UnicodeEncodeError:  # a model's JSON may have "\ud800", and its parts are read
-        data = json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="replace")
-    if data.isascii():
-        return data
-    return _escaped(data) if len(data) <= _LONG_BYTES else b"".join(map(_escaped, _parts(data)))
+        return _one_line(json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="replace"))
+    except _HasListsError:
+        return _joined(value)
 
 
-def raw_list(values: Iterable[object]) -> msgspec.Raw:
+def _joined(value: object) -> bytes:
+    """Return a value with lists as JSON. Their text is copied once, and without Python's lock: it may be 50 MB."""
+    lists = list[JsonList]()
+
+    def mark(one: object) -> msgspec.Raw:
+        assert isinstance(one, JsonList), type(one)
+        lists.append(one)
+        return msgspec.Raw(_MARK)
+
+    try:
+        data = msgspec.json.encode(value, enc_hook=mark)
+    except UnicodeEncodeError:
+        return _one_line(json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="replace"))
+    first, *others = _one_line(data).split(_MARK)
+    parts = [first]
+    for one, behind in zip(lists, others, strict=True):
+        parts += one.parts
+        parts.append(behind)
+    return b"".join(parts)
+
+
+def raw_list(values: Iterable[object]) -> JsonList:
     """Return a long list as JSON for a value that json_bytes() takes.
 
     It is encoded in parts, between which other threads run; `values` may compute its elements lazily.
     """
     iterator = iter(values)
-    parts = list[bytes]()
+    parts = [b"["]
     while part := list(islice(iterator, _EACH_PART)):
-        parts.append(json_bytes(part)[1:-1])
-    return msgspec.Raw(b"[%b]" % b",".join(parts))
+        parts += (json_bytes(part)[1:-1], b",")
+    if len(parts) > 1:
+        parts.pop()
+    parts.append(b"]")
+    return JsonList(parts)
 
 
 def _plain(value: object) -> Any:
-    if isinstance(value, msgspec.Raw):
-        return msgspec.json.decode(value)
+    if isinstance(value, JsonList):
+        return msgspec.json.decode(b"".join(value.parts))
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _one_line(data: bytes) -> bytes:
+    if data.isascii():
+        return data
+    return _escaped(data) if len(data) <= _LONG_BYTES else b"".join(map(_escaped, _parts(data)))
 
 
 def _escaped(data: bytes) -> bytes:

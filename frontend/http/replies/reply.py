@@ -6,9 +6,9 @@ journal, which is the buffer. Parts that take long to write are written on a thr
 that. A reply always ends through end().
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
@@ -20,6 +20,7 @@ from frontend.http.replies.text_frames import FramedFormat
 from frontend.http.replies.usage import Usage
 from frontend.http.request import JSON, Request
 from frontend.results.completion_state import CompletionState, free_slowly
+from frontend.results.outputs import TokenLogprobs
 from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import FinishReason
@@ -144,9 +145,9 @@ class Part:
             reply.add(self._first + choice, completion)
 
     def prompt_side(self) -> PromptSide:
-        """Return the prompt in the form for an answer. With many log probabilities it takes long."""
+        """Return the prompt in the form for an answer."""
         prompt, received = self.state.prompt, self._prompt_logprobs
-        logprobs = None if received is None else self.state.read_prompt_logprobs(received)
+        logprobs = None if received is None else _PromptLogprobs(self.state, received)
         return PromptSide(prompt.text, prompt.token_ids, logprobs, max(0, self._num_cached))
 
     def _is_sound(self, choice: int, progress: Progress) -> bool:
@@ -171,27 +172,16 @@ class Part:
             self._prompt_logprobs = progress.logprobs
 
 
-class _Sides(Sequence[PromptSide]):
-    """The prompts of some parts in the form for an answer. They are read one at a time, because their log probabilities
-    are large.
+class _PromptLogprobs(Iterable[TokenLogprobs | None]):
+    """The log probabilities of a prompt, made while they are read: those of a long one are 100,000 objects, and while
+    they exist the garbage collector looks through them for tens of milliseconds.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self._parts = parts
-        self._index, self._side = -1, PromptSide(None, [])
+    def __init__(self, state: RequestState, received: ReceivedLogprobs) -> None:
+        self._state, self._received = state, received
 
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index != self._index:
-            self.free()
-            self._index, self._side = index, self._parts[index].prompt_side()
-        return self._side
-
-    def free(self) -> None:
-        """Drop the one that was read."""
-        free_slowly(self._side.logprobs)
+    def __iter__(self) -> Iterator[TokenLogprobs | None]:
+        return self._state.each_prompt_logprobs(self._received)
 
 
 class Reply:
@@ -378,14 +368,12 @@ class Reply:
         choices = [one.output() for part in parts for one in part.state.completions]
         times = (part.last.first_token_time for part in parts if part.last is not None)
         self.usage.first_token_time = min(filter(None, times), default=0.0)
-        sides = _Sides(parts)
-        body = self._format.whole(choices, sides, self.usage)
+        body = self._format.whole(choices, [part.prompt_side() for part in parts], self.usage)
         for choice in choices:
             free_slowly(choice.logprobs)
         for part in parts:
             for one in part.state.completions:
                 one.forget_logprobs()
-        sides.free()
         return body
 
     def _end_whole(self, body: bytes) -> None:

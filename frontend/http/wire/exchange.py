@@ -111,11 +111,14 @@ class Exchange:
         self._head = {"type": "http.response.start", "status": 200, "headers": fields}
 
     def write(self, part: bytes) -> bool:
-        """Write a part of a stream; an empty one is ignored.
+        """Write a part of a stream; an empty one is ignored. A long one is written in pieces, as the last part.
 
         Return whether written data waits for the peer to read, so no more should be written.
         """
         wire = self._wire
+        if len(part) > PIECE_BYTES:
+            self._write_pieces(part, has_more=True)
+            return wire.is_full
         if self._head is not None:
             self._push_with_head({"type": "http.response.body", "body": part, "more_body": True} if part else None)
             return wire.is_full
@@ -130,7 +133,10 @@ class Exchange:
     def end(self, part: bytes) -> None:
         """Write the last part. A long one is written in pieces, each when the peer has read those before it."""
         self.is_complete = True
-        for message in _pieces(part):
+        self._write_pieces(part, has_more=False)
+
+    def _write_pieces(self, part: bytes, *, has_more: bool) -> None:
+        for message in _pieces(part, has_more=has_more):
             if self._head is None:
                 self._push(message)
             else:
@@ -204,9 +210,9 @@ class Exchange:
         raise AssertionError("send() waits although the connection is not full")
 
 
-def _pieces(part: bytes) -> Iterator[Message]:
-    """Yield the messages of a last part. Those of a long one share its memory."""
+def _pieces(part: bytes, *, has_more: bool = False) -> Iterator[Message]:
+    """Yield the messages of a part. Those of a long one share its memory. has_more: it is not the last part."""
     view = memoryview(part) if len(part) > PIECE_BYTES else part
     for at in range(0, len(part) or 1, PIECE_BYTES):
         end = at + PIECE_BYTES
-        yield {"type": "http.response.body", "body": view[at:end], "more_body": end < len(part)}
+        yield {"type": "http.response.body", "body": view[at:end], "more_body": has_more or end < len(part)}

@@ -109,8 +109,8 @@ def test_what_is_written_to_a_full_connection_is_sent_later() -> None:
     assert told == ["again"]
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_long_answer_waits_for_its_reader(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["whole", "end", "part"])
+def test_a_long_answer_waits_for_its_reader(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 MB in one piece would take a turn of the loop of 20 ms."""
     one, peer, transport = asked()
     protocol: Any = one._wire
@@ -125,11 +125,15 @@ def test_a_long_answer_waits_for_its_reader(is_whole: bool, monkeypatch: pytest.
     monkeypatch.setattr(protocol.transport._transport, "write", take)
     protocol.uncork()  # looks at the transport again
     body = random.Random(1).randbytes(2 * PIECE_BYTES + 5)
+    is_whole = kind == "whole"
     if is_whole:
         one.write_whole(200, FIELDS, body)
     else:
         one.begin(FIELDS)
-        one.end(body)
+        if kind == "end":
+            one.end(body)
+        else:
+            assert one.write(body)  # the connection is full
     for num_pieces in (1, 2):
         assert sum(sizes) // PIECE_BYTES == num_pieces
         peer.resume_writing()
