@@ -8,9 +8,11 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 
 from frontend.text import tokenizer as tokenizer_module
 from frontend.text.prompts import read_prompts
-from frontend.text.tokenizer import Tokenizer, text_bound, text_cuts
+from frontend.text.text_cuts import text_bound, text_cuts
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
+from tests.frontend.text.text_kinds import TEXT_KINDS
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -170,6 +172,79 @@ def test_parts_have_the_tokens_of_the_whole(kind: str, seed: int, words: list[st
     assert [token for part in parts for token in encode(part)] == encode(text)
 
 
+def xlm_roberta() -> tokenizers.Tokenizer:
+    """XLM-R's kind: words first, and runs of spaces are one; its mask takes the spaces before it."""
+    tokens = [token for token in TEXT_KINDS["unigram"].hf.get_vocab() if not token.startswith("<")]
+    hf = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((one, -len(one) / 7) for one in tokens)], 0, False))
+    hf.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])
+    hf.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    hf.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return hf
+
+
+SPACED = (
+    "metaspace first",
+    "metaspace always",
+    "metaspace never",
+    "llama 2",
+    "gguf llama",
+    "gguf gemma",
+    "unigram",
+    "word piece",
+)
+WITH_SPACES = [
+    *PROSE,
+    *OTHER_PROSE,
+    " Hello",
+    " world",
+    " does",
+    " café",
+    "  <mask>",
+    "<s>",
+    "\u2581",
+    " \u2581x",
+    "\ufdfa",
+]
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("kind", [*SPACED, "xlm roberta"])
+def test_parts_have_the_tokens_of_the_whole_with_words_that_begin_with_spaces(kind: str, seed: int) -> None:
+    hf = xlm_roberta() if kind == "xlm roberta" else TEXT_KINDS[kind].hf
+    draw = random.Random(seed)
+    text = "".join(draw.choice(WITH_SPACES) for _ in range(1500))
+    cuts = text_cuts(hf)
+    assert cuts is not None
+    parts = list(cuts.parts_of(text, 500))
+    assert len(parts) > len(text) // 500
+    ids = [token for part in parts for token in hf.encode(part, add_special_tokens=False).ids]
+    assert ids == hf.encode(text, add_special_tokens=False).ids
+
+
+def test_texts_that_are_one_word_are_cut_only_where_no_token_goes_on() -> None:
+    """And if the model looks at a whole word, or adds up scores from its beginning, they are not cut."""
+    names = ["\u2581", "a", "b", "a\u2581", "a\u2581b", "ab"]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    across = models.BPE(vocabulary, [("a", "\u2581"), ("a\u2581", "b"), ("a", "b")])
+    apart = {"vocab": {"\u2581": 0, "a": 1, "b": 2, "ab": 3}, "merges": [("a", "b")]}
+    one_word = pre_tokenizers.Metaspace(split=False)
+    for model, is_cut in (
+        (across, False),
+        (models.BPE(**apart), True),
+        (models.BPE(**apart, ignore_merges=True), False),
+        (models.BPE(**apart, dropout=0.5), False),
+        (models.Unigram([(name, 0.0) for name in names], 0, False), False),
+    ):
+        hf = tokenizers.Tokenizer(model)
+        hf.pre_tokenizer = one_word
+        assert (text_cuts(hf) is not None) == is_cut
+    hf.model = across
+    hf.pre_tokenizer = pre_tokenizers.Metaspace()  # each word by itself
+    assert text_cuts(hf) is not None
+    hf.normalizer = normalizers.Replace(tokenizers.Regex("a.*b"), "a")
+    assert text_cuts(hf) is None
+
+
 def test_a_long_text_is_encoded_in_parts(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the whole was, with its special tokens around it; one part at a time is in memory."""
     draw = random.Random(0)
@@ -241,7 +316,7 @@ def test_a_cut_that_changes_tokens_is_not_made() -> None:
         {"normalizer": normalizers.Prepend("x")},
         {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
         {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
-        {"pre_tokenizer": pre_tokenizers.Metaspace()},
+        {"pre_tokenizer": pre_tokenizers.Metaspace(split=False)},
         {"pre_tokenizer": pre_tokenizers.Split(tokenizers.Regex(r"(?<=a)b"), "isolated")},
         {"pre_tokenizer": pre_tokenizers.Split(tokenizers.Regex(r"a(?=.*b)"), "isolated")},
         {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
