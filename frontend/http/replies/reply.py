@@ -71,6 +71,7 @@ class Part:
         self.params = params
         self.last: Progress | None = None  # at the end of the last choice that has ended
         self._has_logprobs = params.logprobs is not None
+        self._shows_logprobs = self._has_logprobs or params.prompt_logprobs is not None
         self._completions = state.completions
         self._num_going = len(state.completions)
         self._prompt_logprobs: ReceivedLogprobs | None = None
@@ -87,6 +88,8 @@ class Part:
     @property
     def num_logprobs(self) -> int:
         """Return the log probabilities shown by an answer that is not streamed, as far as they are known."""
+        if not self._shows_logprobs:  # as nearly always
+            return 0
         return sum(one.num_unread_logprobs for one in self._completions) + self.prompt_size
 
     @property
@@ -272,7 +275,7 @@ class Reply:
 
     def flush(self, now: float) -> None:
         """Write the end and pending parts, or leave the next part of a stream to send(). now: monotonic seconds."""
-        if self.is_ended or self.full_since or self._is_incomplete:
+        if self.is_ended or self.full_since or self._num_making or self._num_attached < self._num_choices:
             return
         if self._failure is not None:
             self._write_failure(self._failure)
@@ -299,7 +302,8 @@ class Reply:
 
     def start_late(self) -> None:
         """Write the headers of a stream that has no news yet."""
-        is_due = not (self.is_ended or self._is_started or self.full_since or self._is_incomplete)
+        is_complete = self._num_attached >= self._num_choices and not self._num_making
+        is_due = is_complete and not (self.is_ended or self._is_started or self.full_since)
         if is_due and self._failure is None:
             self._exchange.write(self._begin_stream())
 
@@ -333,11 +337,6 @@ class Reply:
         self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, not by the collector
         self.parts.clear()
 
-    @property
-    def _is_incomplete(self) -> bool:
-        """Return whether there are still requests to submit or pieces to make."""
-        return self._num_attached < self._num_choices or self._num_making > 0
-
     def _make(
         self,
         size: int,
@@ -366,8 +365,8 @@ class Reply:
             text = f"the answer has {count} log probabilities; at most {MAX_LOGPROBS} fit into one that is not streamed"
             raise HttpError(400, f"{text}: stream it, or ask for fewer tokens")
         choices = [one.output() for part in parts for one in part.state.completions]
-        times = (part.last.first_token_time for part in parts if part.last is not None)
-        self.usage.first_token_time = min(filter(None, times), default=0.0)
+        times = [part.last.first_token_time for part in parts if part.last is not None and part.last.first_token_time]
+        self.usage.first_token_time = min(times, default=0.0)
         body = self._format.whole(choices, [part.prompt_side() for part in parts], self.usage)
         for choice in choices:
             free_slowly(choice.logprobs)
