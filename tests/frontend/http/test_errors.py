@@ -55,6 +55,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_to
         ({"continue_final_message": True, "add_generation_prompt": True}, None),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"audio": {"voice": "x"}}, "audio"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
     ],
 )
 def test_a_bad_field_is_named(served: Caller, fields: dict[str, Any], param: str | None) -> None:
@@ -98,6 +99,8 @@ def test_a_prompt_that_is_too_long(served: Caller) -> None:
     assert answer.status == 400
     assert answer.json["error"]["code"] == "context_length_exceeded"
     assert answer.json["error"]["message"].startswith("This model's maximum context length is 4096 tokens")
+    assert answer.json["error"]["message"].count("4096 tokens") == 2  # of the limit, and of the prompt
+    assert answer.json["error"]["param"] == "prompt"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from frontend.http.openai.logprobs import chat_logprobs
 from frontend.http.replies import answer_format
 from frontend.http.replies.answer_format import json_bytes, raw_list
+from frontend.results.outputs import Logprob
 
 LISTS = ([], [1], list(range(1000)), [{"text": "a\u2028b\x85"}] * 300, ["\0"], [None, [], {}])
 
@@ -40,3 +42,13 @@ def test_a_long_list_is_encoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     data = json_bytes({"choices": [{"logprobs": one} for one in lists]})
     assert len(data) > 2_000_000
     assert max(sizes) < 40_000
+
+
+@pytest.mark.parametrize(("num_top", "shown"), [(0, []), (1, [7]), (2, [7, 5]), (-1, [7, 5, 6])])
+def test_as_many_top_log_probabilities_as_are_asked_for(num_top: int, shown: list[int]) -> None:
+    """-1 = all of them, the token's own included."""
+    likely = {5: Logprob(-2.0, 2, "b"), 6: Logprob(-3.0, 3, "c"), 7: Logprob(-0.5, 1, "a")}
+    found = json.loads(json_bytes(chat_logprobs([5], [likely], None, num_top, as_ids=True)))
+    (entry,) = found["content"]
+    assert entry["token"] == "token_id:5"
+    assert [one["token"] for one in entry["top_logprobs"]] == [f"token_id:{token}" for token in shown]
