@@ -51,7 +51,7 @@ test-wheel: $(DEV_STAMP)
 	$(BIN)/python -m tests.build_wheel.suite -n 2 $(ARGS)
 
 soak: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
+	ENGINE_CORE_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m soak --timeout 1800 tests
 
 pythons:
 	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),-n 2 tests)

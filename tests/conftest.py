@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.preloaded.start import preloaded_starts
+
 # Triton's kernels run under its interpreter, which is chosen when triton is imported, by whatever imports it first.
 # `make gpu` sets it to 0 and runs the tests that need a device.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -67,7 +69,8 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(pytest_folder / "inductor"))  # transformers makes it when imported
         patch.setenv("XDG_STATE_HOME", str(pytest_folder / "state"))  # where dead engines' last records go
         patch.setenv(_MARK, mark)
-        yield
+        with preloaded_starts():
+            yield
 
     def look() -> list[str]:
         files = [*Path(folder).rglob("*"), *(_runtime_files() - runtime_before)]

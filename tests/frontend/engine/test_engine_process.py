@@ -20,6 +20,7 @@ from ipc.wire.messages import EngineStopping, Outputs
 from ipc.wire.start_messages import Start
 from tests.fake_options import fake_options
 from tests.placed import PREFIX, placed
+from tests.preloaded.start import EXEC
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -378,7 +379,8 @@ def test_clash_of_package_names_says_what_to_do(tmp_path: Path) -> None:
     assert "pip uninstall kernels" in text
 
 
-def test_the_owners_token_is_in_no_argument_and_no_environment() -> None:
+def test_the_owners_token_is_in_no_argument_and_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXEC, "1")
     with EngineProcess(FAKE) as engine:
         token = engine.owner_token
         for name in ("cmdline", "environ"):

@@ -8,11 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.http.callers.keys import digest_of
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving
+from tests.preloaded.start import EXEC
 
 CANARY, KEY, SALT = "canary-in-a-prompt", "canary-in-a-key", "canary-in-a-salt"
 FAKE = (
@@ -52,11 +55,12 @@ def descendants(pid: int) -> list[int]:
     return [*children, *(below for child in children for below in descendants(child))]
 
 
-def test_no_canary_is_found_anywhere(tmp_path: Path) -> None:
+def test_no_canary_is_found_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"alice {digest_of(KEY)}\n")
     poison = ("--executor-option", f"poison=raise:{POISON}:4", "--access-log", "--api-key-file", str(keys))
     found: list[str] = []
+    monkeypatch.setenv(EXEC, "1")  # its environment is looked at
     with serving(*FAKE, *poison, "-m", str(resolve_model(None))) as caller:
         assert caller.process.stderr is not None
         reader = threading.Thread(target=found.extend, args=(caller.process.stderr,))

@@ -1,0 +1,172 @@
+"""Processes of our packages, forked from one that has imported their modules: a start takes 20 ms of CPU time, not 300.
+
+The tests start hundreds of engines, HTTP workers and commands. Within `preloaded_starts()` the subprocess module has
+those of this process forked by another (tests/preloaded/forker.py). What is started is a child of this process, as with
+exec, with the same arguments, environment, directory, descriptors and signal mask. All else is started with exec: other
+programs, other settings of the interpreter or the loader, whatever these processes start themselves, and everything if
+EXEC is in the environment.
+"""
+
+import array
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+EXEC = "ENGINE_CORE_TESTS_EXEC"
+ROOT = Path(__file__).resolve().parents[2]
+
+_PACKAGES = frozenset(("core", "engine_core", "frontend.http"))
+#: Variables that are read before a program's first line.
+_EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OPENBLAS_", "TZ")
+_LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
+
+
+class _Asked(NamedTuple):
+    """The arguments of _posixsubprocess.fork_exec."""
+
+    words: list[str]
+    executables: Sequence[bytes]
+    close_fds: bool
+    fds: tuple[int, ...]
+    cwd: str | None
+    env: list[bytes] | None
+    p2cread: int
+    p2cwrite: int
+    c2pread: int
+    c2pwrite: int
+    errread: int
+    errwrite: int
+    errpipe_read: int
+    errpipe_write: int
+    restore_signals: bool
+    session: bool
+    group: int
+    gid: int | None
+    gids: list[int] | None
+    uid: int | None
+    umask: int
+    preexec: object
+
+
+class _Forker:
+    """A process that forks others, for one setting of the interpreter."""
+
+    def __init__(self, flags: list[str], env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.preloaded import forker; "
+        program += f"forker.run({theirs.fileno()}) #" + " " * 400  # room for a forked process's own command line
+        command = [sys.executable, *flags, "-c", program]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=env, cwd="/", pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
+            )
+
+    def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
+        """Return the process id. Errors: OSError."""
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        try:
+            self._socket.sendmsg([json.dumps(request).encode()], rights)
+            pid = int(self._socket.recv(100) or b"0")
+        except BaseException:
+            self._socket.close()  # the answer would be taken for that of a later request
+            raise
+        if pid <= 0:
+            raise OSError(-pid, "not forked")
+        return pid
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+class _Starts:
+    """Decides which processes are forked.
+
+    Two forkers of a setting take turns: an engine and the one that follows it have other seeds of hashes and other
+    addresses, as with exec.
+    """
+
+    def __init__(self, usual: Any) -> None:
+        self._usual, self._owner, self._python = usual, os.getpid(), sys.executable
+        self._lock = threading.Lock()
+        self._forkers: dict[str, list[_Forker]] = {}
+
+    def start(self, *arguments: Any) -> int:
+        """Start a process, in place of _posixsubprocess.fork_exec. Return its id."""
+        asked = _Asked(*arguments[: len(_Asked._fields)])
+        if self._is_forked(asked):
+            with contextlib.suppress(OSError, ValueError):  # exec names the reason
+                return self._fork(asked)
+        return int(self._usual(*arguments))
+
+    def close(self) -> None:
+        for forkers in self._forkers.values():
+            for forker in forkers:
+                forker.close()
+
+    def _is_forked(self, asked: _Asked) -> bool:
+        words = asked.words
+        if os.getpid() != self._owner or words[:1] != [self._python] or not asked.close_fds:
+            return False
+        if any(other not in (None, -1) for other in (asked.gid, asked.gids, asked.uid, asked.umask, asked.preexec)):
+            return False
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return False
+        rest = words[2:] if words[1:2] == ["-P"] else words[1:]
+        return len(rest) > 1 and rest[0] == "-m" and rest[1] in _PACKAGES
+
+    def _fork(self, asked: _Asked) -> int:
+        if asked.env is None:
+            env = dict(os.environ)
+        else:
+            pairs = (os.fsdecode(pair).partition("=") for pair in asked.env)
+            env = {name: value for name, _, value in pairs}
+        if EXEC in env:
+            raise ValueError(EXEC)
+        streams = [asked.p2cread, asked.c2pwrite, asked.errwrite]
+        streams = [number if fd == -1 else fd for number, fd in enumerate(streams)]
+        fds = sorted(set(asked.fds) - {asked.errpipe_write})
+        request = {
+            "words": asked.words,
+            "env": env,
+            "cwd": os.fspath(asked.cwd or os.getcwd()),
+            "fds": [0, 1, 2, *fds],
+            "mask": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
+            "session": asked.session,
+            "group": asked.group,
+        }
+        with self._lock:
+            return self._forker(asked.words, env).fork(request, [*streams, *fds])
+
+    def _forker(self, words: list[str], env: Mapping[str, str]) -> _Forker:
+        flags = words[1:2] if words[1] == "-P" else []
+        early = sorted((name, value) for name, value in env.items() if name.startswith(_EARLY))
+        setting = json.dumps([flags, early, [resource.getrlimit(limit) for limit in _LIMITS]])
+        forkers = self._forkers.setdefault(setting, [])
+        if len(forkers) < 2:
+            forkers.insert(0, _Forker(flags, env))
+        else:
+            forkers.reverse()
+        return forkers[0]
+
+
+@contextlib.contextmanager
+def preloaded_starts() -> Iterator[None]:
+    """Within this context, processes of our packages are forked if they can be."""
+    usual = subprocess._fork_exec  # type: ignore[attr-defined]
+    starts = _Starts(usual)
+    subprocess._fork_exec = starts.start  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        subprocess._fork_exec = usual  # type: ignore[attr-defined]
+        starts.close()
