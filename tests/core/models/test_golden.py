@@ -95,7 +95,7 @@ def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: Cpu
 
 
 @pytest.mark.parametrize(
-    ("source", "cpu_kernels", "count"),  # torch's path takes three times as long
+    ("source", "cpu_kernels", "count"),  # torch's path takes three times as long: the soak has the long prompt, too
     [
         ("gguf", "c", 20),
         ("safetensors", "torch", 5),
@@ -106,8 +106,9 @@ def test_greedy_tokens_equal_transformers(
     source: str, cpu_kernels: CpuKernels, count: int, request: pytest.FixtureRequest
 ) -> None:
     model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
-    tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], count, cpu_kernels)
-    for row, got in zip(GOLDEN, tokens, strict=True):
+    rows = [row for row in GOLDEN if len(row["prompt_token_ids"]) < 300 or (cpu_kernels, count) != ("torch", 5)]
+    tokens = generate(model, [row["prompt_token_ids"] for row in rows], count, cpu_kernels)
+    for row, got in zip(rows, tokens, strict=True):
         assert got == row["token_ids"][:count], f"{row['name']}: {got} instead of {row['token_ids'][:count]}"
 
 
