@@ -57,7 +57,7 @@ class KeptStates:
     def begin(self, starts: Sequence[RequestStart], host_names: BlockNames, carried: Carried) -> None:
         """Copy the states after the first blocks of starting requests, of the cache or of the host, to their rows."""
         for start in starts:
-            if start.num_hits or start.num_loaded:
+            if (start.num_hits or start.num_loaded) and start.swapped_state is None:
                 content = int(self._names.content[start.hits[-1]]) if not start.num_loaded else 0
                 if start.host_slots is not None and start.num_loaded:
                     content = int(host_names.content[start.host_slots[-1]])

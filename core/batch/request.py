@@ -8,7 +8,7 @@ import numpy as np
 from ipc.params.beam_search import num_rows
 from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
-from ipc.tables.arrays import Int32s
+from ipc.tables.arrays import NO_INT32S, Int32s
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
@@ -23,6 +23,7 @@ class Swapped(NamedTuple):
 
     slots: Int32s  # blocks of the host pool, in the order of Batch.copied_blocks()
     num_computed_tokens: int  # number of tokens in these blocks
+    states: Int32s = NO_INT32S  # with recurrent layers: the slot of the state after these tokens
 
 
 class Request(msgspec.Struct, eq=False):

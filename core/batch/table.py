@@ -67,6 +67,7 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     #: OtherStart.leads.
     host_slots: Int32s | None = None
     num_loaded: int = 0  # number of tokens in these
+    swapped_state: int | None = None  # slot of the recurrent state of a swapped request
     others: list[OtherStart] = []  # one per further kind of layer; Batch.lacking_of() adds them
 
 

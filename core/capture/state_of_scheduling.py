@@ -46,6 +46,7 @@ from core.scheduling.scheduler import Scheduler
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.store_queue import StoreQueue, _Unstored
+from core.scheduling.swapped_states import SwappedStates
 from core.scheduling.virtual_time import VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
 from core.scheduling.waiting_queue import WaitingQueue
@@ -245,13 +246,19 @@ FIELDS: dict[type, dict[Any, str]] = {
         FairLine: "line",
     },
     Preemption: {
-        int: "_recompute_ns _swap_ns num_swapped",
+        int: "_recompute_ns _swap_ns _state_blocks num_swapped",
         Batch: "_batch",
         WaitingQueue: "_waiting",
         _Policy: "_policy",
         SchedulerStats: "_stats",
         Literal["recompute", "swap", "auto"]: "_mode",
         SwapSpace: "swap_space",
+        SwappedStates | None: "states",
+    },
+    SwappedStates: {
+        int: "_first",
+        Batch: "_batch",
+        SwapSpace: "space",
     },
     RequestEventLog: {dict[int, list[int]]: "_events"},
     RowShares: {

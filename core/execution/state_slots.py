@@ -1,4 +1,7 @@
-"""Number of recurrent states in addition to those of rows: kept for later requests, and before a step's drafts."""
+"""Number of recurrent states: of rows, kept for later requests, of swapped requests, and before a step's drafts.
+
+An executor stores them in this order.
+"""
 
 from ipc.options.config import EngineConfig
 
@@ -8,6 +11,12 @@ _EACH = 4
 MOST_GUESSES = 64
 #: The most drafts in a step. The state before each is kept until the step's tokens are known.
 _MOST_DRAFTS = 32
+
+
+def num_states(config: EngineConfig, state_bytes: int) -> int:
+    """Return the number of all states."""
+    kept, swapped = num_state_slots(config, state_bytes), num_swap_states(config, state_bytes)
+    return config.max_num_seqs + kept + swapped + num_draft_states(config, state_bytes)
 
 
 def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
@@ -29,3 +38,13 @@ def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
     if not state_bytes or config.speculative_config is None or config.kv_cache_memory_bytes is None:
         return 0
     return min(config.kv_cache_memory_bytes // 2 // state_bytes // 8, _MOST_DRAFTS)
+
+
+def num_swap_states(config: EngineConfig, state_bytes: int) -> int:
+    """Return how many swapped requests have room for their states: in half of the swap space.
+
+    config: max_num_seqs is resolved. 0 if requests are only recomputed, or for models without states.
+    """
+    if not state_bytes or config.preemption_mode == "recompute":
+        return 0
+    return min(config.swap_space_bytes // 2 // state_bytes, _EACH * config.max_num_seqs)

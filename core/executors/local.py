@@ -11,7 +11,7 @@ from core.adapters.store import Adapters
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
-from core.execution.state_slots import num_draft_states, num_state_slots
+from core.execution.state_slots import num_draft_states, num_states
 from core.executors.load import Loaded, load, load_drafting_model, load_new_weights
 from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
 from core.features.store import Features
@@ -111,8 +111,7 @@ class LocalExecutor:
 
     def _make_states(self, config: EngineConfig) -> RowStates | None:
         """Return the recurrent states of the rows, and additional ones. Errors: MemoryError."""
-        num_spare = num_draft_states(config, self.info.state_bytes)
-        count = config.max_num_seqs + num_state_slots(config, self.info.state_bytes) + num_spare
+        num_spare, count = (of(config, self.info.state_bytes) for of in (num_draft_states, num_states))
         states = self._model.allocate_states(count) if isinstance(self._model, Llama) else None
         return None if states is None else RowStates(states, num_spare)
 

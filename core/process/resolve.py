@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
-from core.execution.state_slots import num_draft_states, num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots, num_swap_states
 from core.execution.token_budget import encoder_sizes, token_budget
 from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -62,7 +62,7 @@ def resolve(
     _check_length(config, info)
     config = msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes)
     num_others = num_state_slots(config, info.state_bytes) + num_draft_states(config, info.state_bytes)
-    states = (config.max_num_seqs + num_others) * info.state_bytes
+    states = (config.max_num_seqs + num_others) * info.state_bytes  # those of swapped requests are not of this memory
     available = config.num_blocks_override or blocks_in(memory_bytes - states, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     room = _room(config, info)
@@ -79,12 +79,13 @@ def resolve(
         "num_blocks_override": config.num_blocks_override or min(available, useful, 2**30),
         "threads": config.threads or min(max(1, num_cpus), 1024),
         "async_scheduling": overlaps(config),
-        "num_swap_blocks": _num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
+        "num_swap_blocks": _num_swap_blocks(config, info, bytes_per_block // max(1, info.kv_page_blocks)),
         "num_host_blocks": _num_host_blocks(config, info, bytes_per_block),
         "kv_window": _kv_window(config, info),
         "kv_page_blocks": info.kv_page_blocks,
         "recompute_ns_per_token": config.recompute_ns_per_token or 1,
         "swap_ns_per_block": config.swap_ns_per_block or 1,
+        "state_blocks": ceil_div(info.state_bytes, bytes_per_block),
         **encoder_sizes(config, info, budget),
     }
     return ResolvedConfig(**{**msgspec.structs.asdict(config), **decided})
@@ -140,12 +141,13 @@ def _room(config: EngineConfig, info: ModelInfo) -> CacheRoom:
     return cache_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
 
 
-def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+def _num_swap_blocks(config: EngineConfig, info: ModelInfo, bytes_per_block: int) -> int:
     if config.preemption_mode == "recompute":
         return 0
     if config.num_swap_blocks is not None:
         return config.num_swap_blocks
-    return min(config.swap_space_bytes // bytes_per_block, 2**30)
+    states = num_swap_states(config, info.state_bytes) * info.state_bytes
+    return min((config.swap_space_bytes - states) // bytes_per_block, 2**30)
 
 
 def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int) -> int:
@@ -220,10 +222,6 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
     is no room for one state.
     """
     wanted = {
-        "preemption_mode": (
-            config.preemption_mode != "recompute",
-            "states of preempted requests can only be recomputed: use 'recompute'",
-        ),
         **dict.fromkeys(config.kv_stores, (True, "its requests cannot take over KV blocks of others")),
         "distributed_executor_backend": (has_workers(config), "its states must be in the engine's process"),
     }

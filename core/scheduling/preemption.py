@@ -8,7 +8,8 @@ from core.kv.swap_space import SwapSpace
 from core.scheduling.decisions import Cause, Preempted
 from core.scheduling.draft import Draft
 from core.scheduling.parts import SchedulerParts
-from ipc.tables.arrays import Ints, Rows
+from core.scheduling.swapped_states import SwappedStates
+from ipc.tables.arrays import NO_INT32S, Int32s, Ints, Rows
 
 
 class Preemption:
@@ -24,6 +25,8 @@ class Preemption:
         self._recompute_ns = config.recompute_ns_per_token
         self._swap_ns = 2 * config.swap_ns_per_block  # to the host and back
         self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks)
+        self.states: SwappedStates | None = None  # for a model with recurrent layers
+        self._state_blocks = config.state_blocks
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def victims_first(self, candidates: Ints) -> Ints:
@@ -84,6 +87,8 @@ class Preemption:
             return
         self._batch.carried.out.drop(request.swapped.slots)  # if the copy is not in a plan yet
         self.swap_space.give_back(request.swapped.slots)
+        if self.states is not None:
+            self.states.space.give_back(request.swapped.states)
         request.swapped = None
         self.num_swapped -= 1
 
@@ -99,6 +104,10 @@ class Preemption:
             self._batch.carried.back.targets.append(blocks)
             self._stats.num_swapped_in_blocks += len(lacking)
         self.swap_space.give_back_after_plan(slots)
+        if self.states is not None:
+            self.states.space.give_back_after_plan(request.swapped.states)
+            if start.num_computed_tokens == request.swapped.num_computed_tokens:  # otherwise a kept state is later
+                start.swapped_state = int(request.swapped.states[0])
         request.swapped = None
         self.num_swapped -= 1
 
@@ -122,21 +131,43 @@ class Preemption:
         count = 0 if blocks is None else len(blocks)
         if blocks is None or not 0 < count <= self.swap_space.num_free or not self._prefers_swap(request, kept, count):
             return None
+        states = self._copy_state(row, kept)
+        if states is None:
+            return None
         slots = self.swap_space.take(count)
         self._batch.carried.out.sources.append(blocks)
         self._batch.carried.out.targets.append(slots)
-        return Swapped(slots, kept)
+        return Swapped(slots, kept, states)
+
+    def _copy_state(self, row: int, num_tokens: int) -> Int32s | None:
+        """Copy the row's recurrent state, if the model has any, and return its slot; None if that is impossible."""
+        if self.states is None:
+            return NO_INT32S
+        return self.states.take(row) if self.states.can_take(row, num_tokens) else None
+
+    def end_plan(self) -> None:
+        """Free what the finished plan reads."""
+        self.swap_space.end_plan()
+        if self.states is not None:
+            self.states.space.end_plan()
+
+    def check_integrity(self, requests: list[Request]) -> None:
+        """Check that no slot is lost or held twice. Errors: AssertionError. requests: all live ones."""
+        self.swap_space.check_integrity([one.swapped.slots for one in requests if one.swapped is not None])
+        if self.states is not None:
+            self.states.check_integrity(requests)
 
     def _prefers_swap(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
         if self._mode == "by_choices":
             return bool(request.choices)
-        return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
+        copied = num_blocks + self._state_blocks
+        return self._mode == "swap" or copied * self._swap_ns < num_tokens * self._recompute_ns
 
     def _costs(self, rows: Rows) -> Ints:
         """Return the cost of restoring each row, ns [n]."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns
-        copied = self._batch.num_copied(computed) * self._swap_ns
+        copied = (self._batch.num_copied(computed) + self._state_blocks) * self._swap_ns
         match self._mode:
             case "recompute":
                 return again

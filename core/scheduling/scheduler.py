@@ -17,7 +17,7 @@ from core.batch.kept_states import LEAST_TOKENS, KeptStates
 from core.batch.request import NO_ROW, Request
 from core.execution.executor import ModelInfo
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
-from core.execution.state_slots import num_draft_states, num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots, num_swap_states
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beams.beam_searches import BeamSearches
@@ -36,6 +36,7 @@ from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats, statistics
+from core.scheduling.swapped_states import SwappedStates
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
@@ -106,7 +107,8 @@ class Scheduler:
         batch.on_copy.append(batch.copy_state)
         self.speculation.most_in_step = num_draft_states(config, state_bytes)
         batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
-        num_slots = num_state_slots(config, state_bytes)
+        num_slots, num_swapped = num_state_slots(config, state_bytes), num_swap_states(config, state_bytes)
+        self.preemption.states = SwappedStates(batch, config.max_num_seqs + num_slots, num_swapped)
         assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
         if num_slots:
             kept = KeptStates(self.table, self.pool.names, config.max_num_seqs, num_slots)
@@ -474,7 +476,7 @@ class Scheduler:
         carried = self.batch.take_carried()
         if draft.starts or carried.removed_rows:  # otherwise the same rows have the same first blocks
             self.num_common_blocks = self.batch.num_common_blocks()
-        self.preemption.swap_space.end_plan()
+        self.preemption.end_plan()
         plan = finish_plan(draft, rows, counts, carried, self.num_common_blocks)
         self.stats.count_step(plan, self.pool)
         return plan
@@ -482,6 +484,8 @@ class Scheduler:
     def _launch(self, draft: Draft) -> Ints:
         """Give the starting requests rows, add them to the plan, the outputs and the counters, and return the rows."""
         rows = self.batch.launch(draft.starts)
+        if self.preemption.states is not None:
+            self.preemption.states.begin(draft.starts)
         draft.add_rows(rows)
         if self._leads:
             self._leads.start(draft.starts)
@@ -496,8 +500,7 @@ class Scheduler:
         self.batch.check_integrity()
         counts = (len(self._requests), len(self.batch), len(self.waiting))
         assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"
-        swapped = [request.swapped.slots for request in self._requests.all() if request.swapped is not None]
-        self.preemption.swap_space.check_integrity(swapped)
+        self.preemption.check_integrity(list(self._requests.all()))
         self.encoder_inputs.check_integrity()
 
 

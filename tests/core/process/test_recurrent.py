@@ -9,7 +9,7 @@ import pytest
 
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo
-from core.execution.state_slots import num_draft_states, num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots, num_states, num_swap_states
 from core.executors.local import LocalExecutor
 from core.process.resolve import for_recurrent_layers, resolve
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -60,7 +60,6 @@ def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"preemption_mode": "swap"}, "preemption_mode: tiny has recurrent layers.*use 'recompute'"),
         ({"distributed_executor_backend": "mp"}, "distributed_executor_backend: tiny has recurrent layers"),
     ],
 )
@@ -69,6 +68,14 @@ def test_what_would_need_earlier_states_is_refused_by_name(options: dict[str, An
     config = msgspec.convert({**options, "max_model_len": 64}, EngineConfig)
     with pytest.raises(ConfigError, match=message):
         resolve(config, INFO, lambda memory, size: memory // 1600, total_memory_bytes=1 << 30, num_cpus=1)
+
+
+def test_states_of_swapped_requests_take_half_of_the_swap_space() -> None:
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=4, preemption_mode="swap", swap_space_bytes=24_000)
+    assert (num_swap_states(config, 1000), config.num_swap_blocks) == (12, 12_000 // 1600)
+    assert num_states(config, 1000) == 4 + num_state_slots(config, 1000) + 12
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2, preemption_mode="auto", swap_space_bytes=26_000)
+    assert (num_swap_states(config, 1000), config.num_swap_blocks, config.state_blocks) == (8, 18_000 // 1600, 1)
 
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, step_ns=(10**6,) * 8)

@@ -12,7 +12,7 @@ import pytest
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_states
 from core.grammars.grammars import Grammars
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.weights import load_weights
@@ -68,7 +68,7 @@ class Executor:
         state_bytes = 4 * model.config.state_size
         eos = model.eos_token_ids
         self.info = ModelInfo("tiny", "", "float32", model.vocab_size, 256, eos, "L2", state_bytes=state_bytes)
-        states = model.allocate_states(config.max_num_seqs + num_state_slots(config, state_bytes))
+        states = model.allocate_states(num_states(config, state_bytes))
         self._runner = ModelRunner(
             model,
             num_rows=config.max_num_seqs,

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
-from core.execution.state_slots import num_draft_states, num_state_slots
+from core.execution.state_slots import num_draft_states, num_states
 from core.features.store import Features
 from core.inputs import EngineInput
 from core.model_files.model_config import ModelConfig
@@ -80,8 +80,7 @@ class Recorder(ModelRunner):
     def __init__(self, model: Llama, config: ResolvedConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
         num_spare = num_draft_states(config, 4 * model.config.state_size)
-        num_states = config.max_num_seqs + num_state_slots(config, 4 * model.config.state_size) + num_spare
-        states = model.allocate_states(num_states)
+        states = model.allocate_states(num_states(config, 4 * model.config.state_size))
         num_on_host = (config.num_swap_blocks or 0) + (config.num_host_blocks or 0)
         self._pages = config.kv_page_blocks or 0
         num_blocks = config.num_blocks_override * max(1, self._pages)

@@ -1,0 +1,71 @@
+"""The recurrent states of preempted requests that are copied to the host: no bit depends on it."""
+
+import pytest
+
+from core.batch.carried import Copies
+from core.scheduling.swapped_states import SwappedStates
+from ipc.options.speculation import SpeculativeConfig
+from kernels.elements import BFLOAT16
+from tests.core.runner.invariance import Run, difference, request, run, tiny_model
+from tests.core.runner.invariance_scenarios import PROMPT, Preempting
+
+RECURRENT = ("short convolution", "gated delta", "state space")
+SHORT = PROMPT[:150]
+
+
+def swapped(kind: str, steps: set[int] | None = None, **settings: object) -> Run:
+    """SHORT in chunks, preempted after these steps, or after every one."""
+    given = {"budget": 48, "max_tokens": 12, "num_blocks": 40, "num_swap_blocks": 40, "rows": 3, **settings}
+    return run(tiny_model(BFLOAT16, kind), SHORT, between=Preempting(steps, forgets=True), **given)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("kind", RECURRENT)
+def test_a_request_resumes_from_its_own_state(kind: str, *, prefix_caching: bool) -> None:
+    """After each chunk of its prompt and each token, nothing is computed again."""
+    got = swapped(kind, prefix_caching=prefix_caching)
+    assert difference(got, run(tiny_model(BFLOAT16, kind), SHORT, max_tokens=12)) == ""
+    stats = got.recorder.scheduler.stats
+    assert (got.num_preemptions, stats.num_recomputed_tokens) == (3 + 11, 0)
+    assert stats.num_swapped_in_blocks == stats.num_swapped_out_blocks > 0
+
+
+def test_states_of_several_requests_wait_at_once() -> None:
+    """Four rows have too few blocks. Preempted ones resume in other rows, in another order, with drafts or without."""
+    model = tiny_model(BFLOAT16, "gated delta")
+    crowd = [request(n, PROMPT[n : 60 + 9 * n], 40, 0.7) for n in range(1, 9)]
+    alone = run(model, SHORT, max_tokens=24)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, step_ns=(10**6,) * 8)
+    for speculative in (None, drafts):
+        settings = {"rows": 4, "num_blocks": 28, "num_swap_blocks": 60, "speculative": speculative}
+        got = run(model, SHORT, neighbours=crowd, max_tokens=24, **settings)
+        assert difference(got, alone) == ""
+        stats = got.recorder.scheduler.stats
+        assert stats.num_swapped_in_blocks > 20
+        assert (speculative is None) == (stats.num_draft_tokens == 0)
+
+
+def test_a_row_whose_step_is_in_flight_is_recomputed() -> None:
+    """Its state is not yet that of the tokens that its copy would have."""
+    got = swapped("gated delta", {5}, depth=2)
+    assert difference(got, run(tiny_model(BFLOAT16, "gated delta"), SHORT, max_tokens=12)) == ""
+    assert (got.num_preemptions, got.recorder.scheduler.stats.num_swapped_out_blocks) == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["late", "of another"])
+def test_a_wrong_state_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state one token later than the copied blocks, and the state of another slot, change bits."""
+    if fault == "late":
+        monkeypatch.setattr(SwappedStates, "can_take", lambda *_: True)
+    else:
+        right = Copies.add
+        monkeypatch.setattr(Copies, "add", lambda self, source, target: right(self, source, max(0, target - 1)))
+    depth = 2 if fault == "late" else 1
+    with pytest.raises(AssertionError):
+        check("gated delta", {5}, depth)
+
+
+def check(kind: str, steps: set[int], depth: int) -> None:
+    """Compare a run in which the request is preempted after these steps with one in which it is alone."""
+    alone = run(tiny_model(BFLOAT16, kind), SHORT, max_tokens=12)
+    assert difference(swapped(kind, steps, depth=depth), alone) == ""
