@@ -26,7 +26,7 @@ from core.batch.table import BatchTable, RequestStart
 from core.execution.plan import SavedStates
 from core.execution.state_slots import MOST_GUESSES
 from core.kv.block_names import UNNAMED, BlockNames
-from ipc.tables.arrays import Ints, Rows
+from ipc.tables.arrays import Bools, Int32s, Ints, Rows
 
 #: A state after fewer tokens is not kept: to compute these again costs about as much as a step.
 LEAST_TOKENS = 64
@@ -44,6 +44,11 @@ class KeptStates:
         self._slots: dict[int, int] = {}
         self._guesses: dict[int, None] = {}  # contents in _slots that are guesses, oldest first
         self._most_guesses = num_slots // 2
+        #: For a store beyond the host, by slot: the content that a state belongs to, and how often the slot has been
+        #: given to another state.
+        self.content: Ints = np.zeros(num_rows + num_slots, np.int64)
+        self.times_given: Ints = np.zeros(num_rows + num_slots, np.int64)
+        self._reserved: dict[int, None] = {}
 
     def __len__(self) -> int:
         """Return the number of states."""
@@ -132,20 +137,74 @@ class KeptStates:
         if is_guess and len(self._guesses) >= self._most_guesses:
             slot = self._drop(next(iter(self._guesses)))
         else:
-            slot = self._free.pop() if self._free else self._drop(next(iter(self._slots)))
+            slot = self._take()
         self._slots[content] = slot
+        self._give(slot, content)
         if is_guess:
             self._guesses[content] = None
         return slot
 
+    def _take(self) -> int:
+        """Return a free slot, or that of the least recently used state."""
+        return self._free.pop() if self._free else self._drop(next(iter(self._slots)))
+
+    def _give(self, slot: int, content: int) -> None:
+        self.content[slot] = content
+        self.times_given[slot] += 1
+
     def _drop(self, content: int) -> int:
         """Forget the state of a content, and return its slot."""
         self._guesses.pop(content, None)
-        return self._slots.pop(content)
+        slot = self._slots.pop(content)
+        self.content[slot] = UNNAMED
+        return slot
+
+    # --- stores beyond the host -----------------------------------------------------------------------------------
+
+    def has(self, contents: Ints) -> Bools:
+        """Return for which of these contents there is a state, bool [n]."""
+        return np.array([content in self._slots for content in contents.tolist()], np.bool_)
+
+    def to_store(self, contents: Ints) -> Int32s:
+        """Return the slots of the states of a request's contents that later requests may want; 0 for the others.
+
+        These are all but guesses, and the last guess.
+        """
+        known = [(place, content) for place, content in enumerate(contents.tolist()) if content in self._slots]
+        guesses = [content for _, content in known if content in self._guesses]
+        slots = np.zeros(len(contents), np.int32)
+        for place, content in known:
+            if content not in guesses[:-1]:
+                slots[place] = self._slots[content]
+        return slots
+
+    def reserve(self, count: int) -> Ints | None:
+        """Take slots, to be written from outside until release(); None if more than half of all would be taken."""
+        if count and len(self._reserved) + count > (len(self._slots) + len(self._free) + len(self._reserved)) // 2:
+            return None
+        slots = [self._take() for _ in range(count)]
+        for slot in slots:
+            self._give(slot, UNNAMED)
+        self._reserved |= dict.fromkeys(slots)
+        return np.array(slots, np.int64)
+
+    def put(self, contents: Ints, slots: Ints) -> None:
+        """Let requests start from the states that have been written to these reserved slots."""
+        for content, slot in zip(contents.tolist(), slots.tolist(), strict=True):
+            del self._reserved[slot]
+            self._slots[content] = slot
+            self.content[slot] = content
+
+    def release(self, slots: Ints) -> None:
+        """Free those of these reserved slots that have no state."""
+        for slot in slots.tolist():
+            if slot in self._reserved:
+                del self._reserved[slot]
+                self._free.append(slot)
 
     def check_integrity(self) -> None:
         """Check that no slot has two states, and that guesses have states. Errors: AssertionError."""
-        slots = [*self._slots.values(), *self._free]
+        slots = [*self._slots.values(), *self._free, *self._reserved]
         assert len(slots) == len(dict.fromkeys(slots)), f"slots of states: {slots}"
         assert self._guesses.keys() <= self._slots.keys(), f"guesses without states: {self._guesses}"
         assert len(self._guesses) <= self._most_guesses, f"{len(self._guesses)} guesses"

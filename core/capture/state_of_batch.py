@@ -114,8 +114,9 @@ FIELDS: dict[type, dict[Any, str]] = {
         BlockNames: "_names",
         list[int]: "_free",
         dict[int, int]: "_slots",
-        dict[int, None]: "_guesses",
+        dict[int, None]: "_guesses _reserved",
         int: "_most_guesses",
+        Ints: "content times_given",
     },
     PrefixCache: {
         int: "block_size _shift _num_pages",

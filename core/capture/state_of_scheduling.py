@@ -15,11 +15,14 @@ from core.batch.forks import Forks
 from core.batch.host_beside import HostBeside
 from core.batch.host_cache import HostCache
 from core.batch.index import RequestIndex
+from core.batch.kept_states import KeptStates
 from core.batch.request import Request
 from core.batch.table import BatchTable
 from core.capture.state_types import Callback
 from core.inputs import NewWeights
+from core.kv.beside import Beside
 from core.kv.block_pool import BlockPool
+from core.kv.cache_kinds import CacheKind
 from core.kv.orders import Fetch, Leave, Look, Store
 from core.kv.swap_space import SwapSpace
 from core.proposers.ngram import NgramProposer
@@ -35,6 +38,7 @@ from core.scheduling.decisions import Decision
 from core.scheduling.draft_rule import DraftRule
 from core.scheduling.encoder_inputs import EncoderInputs
 from core.scheduling.ends import Ends
+from core.scheduling.exchange_beside import StatesBeside, WindowsBeside
 from core.scheduling.leads import Leads
 from core.scheduling.limits import PartialPrefills
 from core.scheduling.outputs import OutputCollector, RequestEventLog, _Rows
@@ -143,9 +147,21 @@ FIELDS: dict[type, dict[Any, str]] = {
         list[Look | Fetch | Store | Leave]: "orders",
         dict[int, PendingFetch]: "_fetches",
         StoreQueue: "stores",
-        HostBeside | None: "_beside",
+        WindowsBeside | StatesBeside | None: "beside",
         deque[Request]: "_freed",
         Ints: "evictions",
+    },
+    StatesBeside: {
+        Batch: "_batch",
+        CacheKind: "kind",
+        KeptStates: "_kept",
+    },
+    WindowsBeside: {
+        int: "width",
+        Beside: "_in_cache",
+        CacheKind: "kind",
+        HostBeside: "_on_host",
+        StoreQueue: "_stores",
     },
     Delay: {
         int: "_latency_ns",

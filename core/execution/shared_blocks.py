@@ -28,11 +28,13 @@ class SharedBlocks(NamedTuple):
     """Blocks with the same layout in the KV cache and in the host pool.
 
     layout: describes how the bytes of a block are arranged, which its tokens and the model's fingerprint do not tell.
+    states: the recurrent states, each at its number in plans; None: the model has none.
     """
 
     cache: BlockMemory
     host: BlockMemory
     layout: str
+    states: BlockMemory | None = None
 
 
 @runtime_checkable

@@ -117,9 +117,12 @@ class LocalExecutor:
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
-        """Return the KV cache and the host pool; None: there is no host pool."""
-        cache, host = self.runner.cache, self.runner.swap_cache
-        return None if host is None else SharedBlocks(BlockMemory(cache.memory), BlockMemory(host.memory), host.layout)
+        """Return the KV cache, the host pool and kept states; None: there is no host pool."""
+        cache, host, states = self.runner.cache, self.runner.swap_cache, self.runner.states
+        if host is None:
+            return None
+        of_states = None if states is None else BlockMemory([states.states])
+        return SharedBlocks(BlockMemory(cache.memory), BlockMemory(host.memory), host.layout, of_states)
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
         """Return the drafter for this executor's draft model or head. Errors: MemoryError."""

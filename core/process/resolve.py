@@ -222,7 +222,6 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
     is no room for one state.
     """
     wanted = {
-        **dict.fromkeys(config.kv_stores, (True, "its requests cannot take over KV blocks of others")),
         "distributed_executor_backend": (has_workers(config), "its states must be in the engine's process"),
     }
     for option, (is_wanted, reason) in wanted.items():

@@ -35,7 +35,7 @@ from core.process.prepare import Prepared, Report, features_of, prepare
 from core.scheduling.interface import SchedulerInterface
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BesideContents, BlocksServed, BlockStore, Shelves
+from core.tiers.block_store import BesideBlocks, BesideContents, BlocksServed, BlockStore, Shelves, StateContents
 from core.tiers.connector import Guard, Tier, create_connector
 from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer, Shelf
@@ -98,7 +98,8 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
         tiers.append(Tier("kv_transfer_config", connector, loads=settings.loads, stores=settings.stores))
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
     try:
-        largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks)
+        of_state = 0 if blocks.states is None else blocks.states.bytes_per_block
+        largest = max(of_state, blocks.cache.bytes_per_block * max(1, config.kv_page_blocks))
         folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, largest, key)
     except BaseException:
         if listening is not None:
@@ -155,14 +156,21 @@ def start_store(
 
 def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
     """Return an engine's store."""
-    host, blocks, block_names = batch.host_cache, stores.blocks, batch.pool.names
+    host, blocks, block_names, kept = batch.host_cache, stores.blocks, batch.pool.names, batch.kept_states
 
     def shelves(contents: Contents, host_contents: Ints) -> Shelves:
         of_host = MemoryShelf(blocks.host, host_contents, host.times_given, stores.key, first=host.first)
         return Shelves(MemoryShelf(blocks.cache, contents, evictions, stores.key), of_host)
 
-    beside = BesideContents(block_names) if block_names.beside else None
-    of_beside = None if beside is None else shelves(beside, host.beside[0].content)
+    beside: BesideBlocks | None = None
+    of_beside: Shelves | None = None
+    if block_names.beside:
+        windows = beside = BesideContents(block_names)
+        of_beside = shelves(windows, host.beside[0].content)
+    elif kept is not None and blocks.states is not None:
+        states = beside = StateContents(kept)
+        shelf = MemoryShelf(blocks.states, states, kept.times_given, stores.key)
+        of_beside = Shelves(shelf, shelf)
     served = _served(stores, shelves(block_names.content, host.names.content), of_beside)
     return BlockStore(
         stores.tiers,

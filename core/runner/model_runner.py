@@ -85,7 +85,7 @@ class ModelRunner:
         self.pooling = PoolingRows(pooler)
         self._adapter_rows = AdapterRows(adapters)
         self._feature_rows = FeatureRows(features)
-        self._states = states
+        self.states = states
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
         self._candidates: LogprobColumns | None = None  # of this step; see ModelRunnerOutput
@@ -110,8 +110,8 @@ class ModelRunner:
         if inputs.sample_rows is not None and (offsets := inputs.sample_offsets) is not None:
             token_ids, counts = self._append_several(inputs, inputs.sample_rows, offsets, result, logprobs)
             self.table.accept(plan, counts)
-            if self._states is not None:
-                self._states.accept(inputs, offsets, counts)
+            if self.states is not None:
+                self.states.accept(inputs, offsets, counts)
             return self._output(plan, inputs, result, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return self._output(plan, inputs, result, token_ids, logprobs, pooled)
@@ -129,7 +129,7 @@ class ModelRunner:
         """Return the step's result, with the drafts forced by grammars and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers and (self._states is None or self._states.takes_drafts):
+        if self.matchers and (self.states is None or self.states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
@@ -286,8 +286,8 @@ class ModelRunner:
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.apply_blocks(plan)
-        if self._states is not None:
-            self._states.begin(plan)
+        if self.states is not None:
+            self.states.begin(plan)
         if self.drafter is not None:
             self.drafter.apply(plan)
         for row in plan.removed_rows.tolist():
@@ -332,7 +332,7 @@ class ModelRunner:
                 inputs.generation if given is None else ONCE,  # arrays of this step only
                 self._adapter_rows.of_step(inputs) if self._adapter_rows else None,
                 None if given is None else given.rows,
-                None if self._states is None else self._states.of_step(inputs),
+                None if self.states is None else self.states.of_step(inputs),
                 windows and windows.slots,
             )
         )

@@ -4,9 +4,9 @@ A request that may find blocks there waits aside, without a row or blocks, until
 the host pool. Then it starts like any request whose blocks are on the host. Each answer from the store is an input of
 the core.
 
-If layers with a window have their own blocks, a request can use a prefix only if all of its named blocks are there, and
-those of the other blocks that cover the window before its next token. The store is asked how long such a prefix could
-be with what it has, and then for the blocks that are missing.
+If layers with a window have their own blocks, or if the model has recurrent layers, a request can use a prefix only if
+all of its named blocks are there, and next to them what core/scheduling/exchange_beside.py describes. The store is
+asked how long such a prefix could be with what it has, and then for what is missing.
 """
 
 from collections import deque
@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from core.batch.batch import Batch
-from core.batch.host_beside import UNKNOWN, Reach
+from core.batch.host_beside import Reach
 from core.batch.request import Request
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Windows
+from core.scheduling.exchange_beside import ExchangedBeside, WindowsBeside
 from core.scheduling.store_queue import StoreQueue
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.options.config import EngineConfig
@@ -58,6 +59,7 @@ class PendingFetch(msgspec.Struct, eq=False):
     begin: int = 0
     num_named: int = 0
     places: Ints = NO_INTS
+    own_slots: Ints = NO_INTS  # for what is next to the named blocks, if it takes no slots of the host
     is_second: bool = False
 
 
@@ -71,12 +73,12 @@ class BlockExchange:
     def __init__(self, batch: Batch, waiting: WaitingQueue, *, asks: bool = True) -> None:
         self._batch, self._waiting, self._host = batch, waiting, batch.host_cache
         self._asks = asks
-        #: For layers with a window that have their own blocks, if there are any.
-        self._beside = next(iter(batch.host_cache.beside), None)
         self.orders: list[Order] = []
         self.num_fetched = self.num_stored = 0  # number of blocks since the engine started
         self._fetches: dict[int, PendingFetch] = {}  # by ticket
         self.stores = StoreQueue(batch.host_cache)
+        #: For layers with a window that have their own blocks, or for recurrent layers, if there are any.
+        self.beside: ExchangedBeside | None = WindowsBeside(batch, self.stores) if batch.others else None
         self._num_tickets = 0
         self._weights_root = 0  # what the weights in use change in the roots that the store sees
         self._freed: deque[Request] = deque()  # these wait no longer but are not back in their queue yet
@@ -146,7 +148,7 @@ class BlockExchange:
         if pending is None or pending.slots is not None:
             return
         slots = self._reserve(pending, message.count)
-        if not len(slots):
+        if slots is None:
             self._end_wait(self._fetches.pop(message.ticket), has_come=False)
             return
         pending.slots = slots.astype(np.int32)
@@ -161,16 +163,18 @@ class BlockExchange:
         count = 0 if pending.is_stale else max(0, message.count)
         has_come = self._name(pending, count)
         self._host.unlock(pending.slots.astype(np.int64))
+        if self.beside is not None:
+            self.beside.release(pending.own_slots)
         self._end_fetch(pending, count, has_come=has_come)
 
     def _look(self, pending: PendingFetch) -> Look:
-        if self._beside is None:
+        if (beside := self.beside) is None:
             return Look(pending.ticket, self._root(pending.root), pending.token_ids, pending.first)
-        reach, kind = self._reach(pending.root, pending.token_ids, pending.hashes), self._batch.others[0].kind
+        reach, kind = self._reach(pending.root, pending.token_ids, pending.hashes), beside.kind
         is_here = np.zeros(len(pending.hashes), np.bool_)
-        is_here[: len(reach.contents)] = reach.others[0].is_there
+        is_here[: len(reach.contents)] = beside.is_there(reach)
         slots = np.maximum(np.arange(len(is_here) + 1) - len(reach.contents), 0)
-        slots += self._beside.page_blocks * kind.num_missing(is_here)
+        slots += beside.width * kind.num_missing(is_here)
         most = int(np.flatnonzero(slots <= self._room())[-1])
         windows = Windows(kind, pending.first, most, is_here)
         return Look(pending.ticket, self._root(pending.root), pending.token_ids, len(reach.contents), windows)
@@ -180,7 +184,10 @@ class BlockExchange:
         end = max(pending.begin + num_named, 1 + int(places.max(initial=-1)))
         token_ids = pending.token_ids[: end * self._batch.block_size]
         fetch = Fetch(pending.ticket, self._root(pending.root), token_ids, pending.begin, own[:num_named])
-        return fetch._replace(places=places.astype(np.int32), window_slots=own[num_named:]) if len(places) else fetch
+        if not len(places):
+            return fetch
+        elsewhere = pending.own_slots.astype(np.int32)
+        return fetch._replace(places=places.astype(np.int32), window_slots=np.concatenate([own[num_named:], elsewhere]))
 
     def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
         """Release the requests that wait for a fetch that has ended. count: number of blocks that were to come.
@@ -188,52 +195,52 @@ class BlockExchange:
         If part of a prefix with windows could not be read, the store is asked once more, for a shorter one. Damaged
         blocks have already been removed.
         """
-        is_whole = self._beside is None or count >= pending.num_named + len(pending.places)
+        is_whole = self.beside is None or count >= pending.num_named + len(pending.places)
         if is_whole or pending.is_stale or pending.is_second or not has_live(pending):
             self._end_wait(pending, has_come=has_come)
             return
         pending.ticket, pending.slots, pending.is_second = self._next_ticket(), None, True
+        pending.own_slots = NO_INTS
         pending.first = self._num_there(pending.root, pending.token_ids, pending.hashes)
         self._fetches[pending.ticket] = pending
         self.orders.append(self._look(pending))
 
-    def _reserve(self, pending: PendingFetch, count: int) -> Ints:
-        """Return slots for those of `count` more blocks that are still missing; none if there is nothing to fetch.
+    def _reserve(self, pending: PendingFetch, count: int) -> Ints | None:
+        """Return slots for those of `count` more blocks that are still missing; None if there is nothing to fetch.
 
         Without windows any of the blocks are useful, so there may be fewer slots than blocks.
         """
         end = pending.first + count
         if pending.is_stale or not pending.first < end <= len(pending.hashes) or not has_live(pending):
-            return NO_INTS
+            return None
         reach = self._reach(pending.root, pending.token_ids, pending.hashes)
         begin = min(end, len(reach.contents))
         pending.begin, pending.num_named = begin, end - begin
-        if self._beside is not None:
-            return self._reserve_all(pending, reach, end)
+        if self.beside is not None:
+            return self._reserve_all(self.beside, pending, reach, end)
         pending.first = len(reach.contents)
         self._host.touch(reach.slots.astype(np.int64))  # so that these are not evicted for the blocks that follow them
         slots = self._host.reserve(max(0, min(pending.num_named, self._room() - len(reach.slots))))
         pending.num_named = len(slots)
-        return slots
+        return slots if len(slots) else None
 
-    def _reserve_all(self, pending: PendingFetch, reach: Reach, end: int) -> Ints:
-        """Return slots for all that a prefix of `end` blocks lacks, window blocks last; none if there is no room."""
-        beside = self._beside
-        assert beside is not None, "no layers have blocks beside others"
-        first = self._batch.others[0].kind.num_passed(end * self._batch.block_size)
+    def _reserve_all(self, beside: ExchangedBeside, pending: PendingFetch, reach: Reach, end: int) -> Ints | None:
+        """Return slots for all that a prefix of `end` blocks lacks, named blocks first; None if there is no room."""
+        first = beside.kind.num_passed(end * self._batch.block_size)
         is_here = np.zeros(end, np.bool_)
-        is_here[: pending.begin] = reach.others[0].is_there[:end]
+        is_here[: pending.begin] = beside.is_there(reach)[:end]
         pending.places = first + np.flatnonzero(~is_here[first:])
-        leads = reach.others[0].leads[first : pending.begin]
-        kept = np.concatenate([reach.slots[:end].astype(np.int64), beside.slots_of(leads[leads != UNKNOWN])])
+        kept = np.concatenate([reach.slots[:end].astype(np.int64), beside.on_host(reach, first, pending.begin)])
         self._host.touch(kept)
-        wanted = pending.num_named + beside.page_blocks * len(pending.places)
-        if wanted > min(self._room(), self._host.num_slots - len(kept)):
-            return NO_INTS
-        slots = self._host.reserve(wanted)
-        if len(slots) < wanted:
+        wanted = pending.num_named + beside.width * len(pending.places)
+        if wanted > min(self._room(), self._host.num_slots - len(kept)) or not wanted + len(pending.places):
+            return None
+        slots, own = self._host.reserve(wanted), beside.reserve(len(pending.places))
+        if len(slots) < wanted or own is None:
             self._host.unlock(slots)
-            return NO_INTS
+            beside.release(NO_INTS if own is None else own)
+            return None
+        pending.own_slots = own
         return slots
 
     def _name(self, pending: PendingFetch, count: int) -> bool:
@@ -241,14 +248,15 @@ class BlockExchange:
         slots = pending.slots
         assert slots is not None, "nothing was to come"
         has_come = self._name_slots(pending, pending.begin, slots[: min(count, pending.num_named)])
-        if self._beside is None:
+        if (beside := self.beside) is None:
             return has_come
-        places, width = pending.places[: max(0, count - pending.num_named)], self._beside.page_blocks
-        of_windows = slots[pending.num_named :].astype(np.int64).reshape(-1, width)[: len(places)]
+        places = pending.places[: max(0, count - pending.num_named)]
+        of_beside = np.concatenate([slots[pending.num_named :].astype(np.int64), pending.own_slots])
+        of_beside = of_beside.reshape(-1, max(1, beside.width))[: len(places)]
         reach = self._reach(pending.root, pending.token_ids, pending.hashes)
         is_new = places < len(reach.contents)
-        is_new[is_new] = ~reach.others[0].is_there[places[is_new]]
-        self._beside.put(reach.contents[places[is_new]], of_windows[is_new].reshape(-1))
+        is_new[is_new] = ~beside.is_there(reach)[places[is_new]]
+        beside.put(reach.contents[places[is_new]], of_beside[is_new])
         self.num_fetched += int(np.count_nonzero(is_new))
         return self._num_there(pending.root, pending.token_ids, pending.hashes) > pending.first
 
@@ -275,11 +283,13 @@ class BlockExchange:
         """Return the waiting requests to the queue, a limited number in each step.
 
         The request that asked does not ask again. If nothing came, none of those that waited asks again: they would
-        wait once more for the same first block.
+        wait once more for the same first block. But what is next to the blocks may be there for longer prompts only.
         """
         waiters, pending.waiters = pending.waiters, []
-        for request in waiters[:1] if has_come else waiters:
-            request.has_asked = True
+        most = len(pending.token_ids) + self._batch.block_size
+        for number, request in enumerate(waiters):
+            is_longer = self.beside is not None and len(request.token_ids) > most
+            request.has_asked |= not number or not (has_come or is_longer)
         self._freed.extend(waiters)
         self._free_some()
 
@@ -293,7 +303,9 @@ class BlockExchange:
     def _num_there(self, root: int, token_ids: Int32s, hashes: list[int]) -> int:
         """Return the number of leading blocks that a request need not ask for."""
         reach = self._reach(root, token_ids, hashes)
-        return self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
+        if self.beside is None:
+            return len(reach.contents)
+        return int(np.flatnonzero(self.beside.kind.num_missing(self.beside.is_there(reach)) == 0)[-1])
 
     def _reach(self, root: int, token_ids: Int32s, hashes: list[int]) -> Reach:
         """Return what the cache and the host have of these whole blocks. hashes: one per block."""
@@ -339,11 +351,9 @@ class BlockExchange:
 
     def _leave(self, root: int, token_ids: Int32s, blocks: Int32s, contents: Ints) -> Leave:
         left = Leave(self._root(root), token_ids, blocks, contents, self.evictions[blocks])
-        for beside in self._batch.pool.names.beside:
-            found = beside.found[blocks].astype(np.int32)
-            found[contents == UNNAMED] = 0
-            self.stores.add_known(contents[(found == 0) & (contents != UNNAMED)])
-            left = left._replace(beside=found, evictions_beside=self.evictions[found])
+        if self.beside is not None:
+            found, evictions = self.beside.left(contents, blocks, self.evictions)
+            left = left._replace(beside=found, evictions_beside=evictions)
         return left
 
     def queue_stores(self, slots: Ints) -> None:

@@ -27,6 +27,7 @@ from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.encoder_inputs import EncoderInputs
 from core.scheduling.ends import Ends
+from core.scheduling.exchange_beside import StatesBeside
 from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
@@ -115,6 +116,8 @@ class Scheduler:
             batch.kept_states = batch.prefix_cache.kept_states = kept
             batch.prefix_cache.host = batch.host_cache if batch.host_cache.num_slots else None
             batch.forks.least_shared = LEAST_TOKENS + self.block_size
+            if self.exchange is not None:
+                self.exchange.beside = StatesBeside(batch, kept)
 
     # --- requests ------------------------------------------------------------------------------------------------
 

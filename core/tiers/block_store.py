@@ -5,16 +5,17 @@ error: what cannot be read is a miss, and what cannot be written is left out. Af
 a while.
 
 Layers with a window may have their own blocks (core/models/layers/cache_pages.py). The name of such a block is derived
-from that of the named block with the same tokens, and it has the bytes of all blocks of its page. So a connector
-handles it like any other block.
+from that of the named block with the same tokens, and it has the bytes of all blocks of its page. The recurrent state
+after a named block is such a block too. So a connector handles them like any other block.
 """
 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from core.execution.shared_blocks import SharedBlocks
+from core.batch.kept_states import KeptStates
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.orders import Fetch, Leave, Look, Order, Store, Windows
@@ -34,8 +35,10 @@ _NAMES_PER_BLOCK = 4
 MAX_UNSAVED = 1 << 16
 
 
-#: The most prefixes for which far connectors are asked for window blocks in one lookup: each takes a round trip.
+#: The most prefixes for which far connectors are asked for window blocks in one lookup: each takes a round trip. States
+#: are farther apart.
 _MOST_QUESTIONS = 4
+_MOST_QUESTIONS_OF_STATES = 64
 
 
 class Left(NamedTuple):
@@ -45,16 +48,59 @@ class Left(NamedTuple):
     block: int
     content: int
     evictions: int
-    is_beside: bool = False  # it is the window block that goes with the content
+    is_beside: bool = False  # it is the window block or the state that goes with the content
 
     @property
     def key(self) -> int:
-        """Return the content, or its negative for a window block: contents with names are positive."""
+        """Return the content, or its negative for a block beside: contents with names are positive."""
         return -self.content if self.is_beside else self.content
+
+
+class BesideBlocks(Protocol):
+    """What goes with named blocks: window blocks, or states. Its items are the contents that they go with.
+
+    page_blocks: how many blocks of memory one has. evictions: its own counts; None: those of the KV cache's blocks.
+    """
+
+    page_blocks: int
+    most_questions: int
+    evictions: Ints | None
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, block: int, /) -> int: ...
+
+    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+        """Return where it is: in the cache, and where it is read to."""
+
+
+class StateContents:
+    """For each slot of a recurrent state: the content that it goes with."""
+
+    page_blocks = 1
+    most_questions = _MOST_QUESTIONS_OF_STATES
+
+    def __init__(self, kept: KeptStates) -> None:
+        self._content = kept.content
+        self.evictions: Ints | None = kept.times_given
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __getitem__(self, slot: int, /) -> int:
+        return int(self._content[slot])
+
+    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+        """Return the memory of states."""
+        assert blocks.states is not None, "the executor shares no states"
+        return blocks.states, blocks.states
 
 
 class BesideContents:
     """For each block of the KV cache that is a page of window layers: the content that it goes with."""
+
+    most_questions = _MOST_QUESTIONS
+    evictions: Ints | None = None
 
     def __init__(self, names: BlockNames) -> None:
         self._names, (self._beside,) = names, names.beside
@@ -66,6 +112,10 @@ class BesideContents:
     def __getitem__(self, block: int, /) -> int:
         # A page that has since been given to another block was counted as evicted.
         return int(self._names.content[self._beside.owner[block // self.page_blocks]])
+
+    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+        """Return the memory of all blocks."""
+        return blocks.cache, blocks.host
 
 
 class Shelves(NamedTuple):
@@ -80,10 +130,10 @@ class BlocksServed(NamedTuple):
 
     named: Shelves
     server: PeerServer
-    beside: Shelves | None = None  # for layers with a window that have their own blocks
+    beside: Shelves | None = None  # of window blocks, or of states
 
     def shelves(self, *, is_beside: bool) -> Shelves:
-        """Return the shelves of window blocks, or of named blocks."""
+        """Return the shelves of window blocks or states, or of named blocks."""
         if not is_beside:
             return self.named
         assert self.beside is not None, "no layers have blocks beside others"
@@ -95,7 +145,7 @@ class BlockStore:
 
     tiers: the connectors, in the order in which they are asked. served: None = no peers get blocks. contents, evictions
     [blocks of the KV cache]: the scheduler's columns, which change concurrently; see Leave. beside: for layers with a
-    window; None = they share the other layers' blocks.
+    window, or recurrent ones; None = all layers share their blocks.
     """
 
     def __init__(
@@ -107,7 +157,7 @@ class BlockStore:
         evictions: Ints,
         *,
         served: BlocksServed | None = None,
-        beside: BesideContents | None = None,
+        beside: BesideBlocks | None = None,
     ) -> None:
         self._beside = beside
         self._names, self._host, self._cache = names, blocks.host, blocks.cache
@@ -117,6 +167,8 @@ class BlockStore:
         self._stores = any(tier.stores for tier in tiers)
         self.settle: Callable[[], None] = lambda: None  # waits until every Leave given so far has been carried out
         self._contents, self._evictions = contents, evictions
+        #: Where window blocks and states are: in the cache, and where they are read to.
+        self._of_beside = (self._cache, self._host) if beside is None else beside.memory(blocks)
         self._unsaved: deque[Left] = deque()
         self._num_saved = 0  # of these, since the last answer
         self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
@@ -161,7 +213,8 @@ class BlockStore:
         left = self._unsaved.popleft()
         due_at = self._due_at.pop(left.key, None)
         if self._is_there(left):
-            count = self._write(left.name, self._cache.views(*self._inside(left)), lambda: self._is_there(left))
+            memory = self._of_beside[0] if left.is_beside else self._cache
+            count = self._write(left.name, memory.views(*self._inside(left)), lambda: self._is_there(left))
             self._num_saved += count or 0
             if count is not None and due_at is not None and self._is_there(left):
                 self._due_at[left.key] = due_at
@@ -176,8 +229,10 @@ class BlockStore:
         return range(left.block, left.block + width)
 
     def _is_there(self, left: Left) -> bool:
-        contents = self._contents if self._beside is None or not left.is_beside else self._beside
-        return bool(contents[left.block] == left.content and self._evictions[left.block] == left.evictions)
+        contents, evictions = self._contents, self._evictions
+        if self._beside is not None and left.is_beside:
+            contents, evictions = self._beside, evictions if self._beside.evictions is None else self._beside.evictions
+        return bool(contents[left.block] == left.content and evictions[left.block] == left.evictions)
 
     # --- what requests find ------------------------------------------------------------------------------------------
 
@@ -198,13 +253,14 @@ class BlockStore:
         return count
 
     def _look_beside(self, order: Look, windows: Windows) -> int:
+        most_questions = 0 if self._beside is None else self._beside.most_questions
         most = len(order.token_ids) // len(windows.is_here) * windows.most
         names = list(self._names.chain(order.root, order.token_ids[:most]))
         count, has = min(windows.most, order.first + self._count(order.ticket, names[order.first :])), dict[int, bool]()
         for number in range(len(names)):
             if count <= windows.least:
                 break
-            asked = self._far if number < _MOST_QUESTIONS else []
+            asked = self._far if number < most_questions else []
             missing, found = self._missing(names, windows, count, has, finds_all=bool(asked)), 0
             if missing:
                 found = self._count_in(asked, -order.ticket, [self._names.beside(names[place]) for place in missing])
@@ -240,7 +296,7 @@ class BlockStore:
             return count
         beside = [self._names.beside(names[place]) for place in order.places.tolist()]
         slots = order.window_slots.reshape(-1, self._beside.page_blocks).tolist()
-        return count + self._read(-order.ticket, beside, [self._host.views(*one) for one in slots])
+        return count + self._read(-order.ticket, beside, [self._of_beside[1].views(*one) for one in slots])
 
     def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
         """Read blocks into these places, each from any connector. Return how many were read, from the first on."""

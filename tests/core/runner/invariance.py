@@ -111,9 +111,9 @@ class Recorder(ModelRunner):
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
-        if self._states is not None:  # of a row without a request, or with one that begins at its first token
+        if self.states is not None:  # of a row without a request, or with one that begins at its first token
             gone = np.setdiff1d(plan.removed_rows, [new.row for new in plan.starts if new.num_computed_tokens])
-            self._states.states[self._states.places[gone]] = np.nan
+            self.states.states[self.states.places[gone]] = np.nan
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         is_target = (self.sampling.seed[plan.rows] == TARGET) & (self.sampling.choice[plan.rows] == 0)
