@@ -1,4 +1,4 @@
-"""A model with recurrent layers whose states go to files and to a peer: the next turn finds them, and no bit changes."""
+"""A model with recurrent layers whose states go to files and to a peer: the next turn finds them; no bit changes."""
 
 import os
 import signal
