@@ -74,7 +74,7 @@ def load(
         kv_page_blocks=kv_page_blocks,
         max_whole_tokens=most_whole,
         image_tokens=0 if source.vision is None else source.vision.num_rows,
-        image_token_bytes=4 * model.config.hidden_size if isinstance(model, Llama) and source.vision is not None else 0,
+        image_token_bytes=0 if source.vision is None else 4 * source.vision.width,
         state_bytes=4 * model.config.state_size if isinstance(model, Llama) else 0,
         weights=source.label + source.fingerprint,
         variant=_variant(source),

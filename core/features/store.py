@@ -12,7 +12,7 @@ equal content, and the prefix cache needs no further key. Numbers are never reus
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,10 @@ MAX_SESSION_BYTES, MAX_PUT_BYTES = 128 << 20, 512 << 20
 _MAX_DIMENSIONS = 3  # in a feature's shape
 _MAX_SHAPE = 8  # numbers of a shape that error texts show
 _MAX_NUMBERED = 2**31  # a token's id is an int32
+#: Rows in each direction of the image with which the time of encoders for any size is measured.
+_TRIAL_SIDE = 8
+#: A row of the largest images takes at most so many times as long as one of that image: it sees more patches.
+_TRIAL_FACTOR = 4
 #: Numbers that are remembered. A forgotten feature gets a new one.
 MAX_NUMBERS = 65_536
 
@@ -48,12 +52,23 @@ MAX_NUMBERS = 65_536
 class ImageEncoder(Protocol):
     """The part of a model that computes embeddings from pixels."""
 
-    image_size: int  # height and width of its images, in pixels
-    num_rows: int  # per image
+    image_size: int  # height and width of its images, in pixels; or what they are multiples of, if it has any_size
+    num_rows: int  # per image; with any_size the most
+    any_size: bool  # images have any size, and each image_size x image_size pixels become one row
     sees_whole: bool  # the tokens of an image see each other in the text model
+    width: int  # numbers of a row
+
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the number of rows of an image of this shape, and FeatureUse.num_columns.
+
+        Errors: InvalidRequestError.
+        """
+
+    def pixel_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the pixels of an image with so many rows; 0 if there is no such image."""
 
     def encode(self, pixels: UInt8s) -> Floats:
-        """Return the rows [num_rows, width] float32 of an image [image_size, image_size, 3]."""
+        """Return the rows [rows, width] float32 of an image [height, width, 3], as grid_of() says."""
 
 
 class Features:
@@ -94,8 +109,16 @@ class Features:
         """Return the limits reported to clients; None: requests cannot have features."""
         if self._refusal:
             return None
-        sizes = (0, 0) if self.encoder is None else (self.encoder.image_size, self.encoder.num_rows)
-        return FeatureLimits(self._width, MAX_SESSION_BYTES, *sizes, self._max_images)
+        if (encoder := self.encoder) is None:
+            return FeatureLimits(self._width, MAX_SESSION_BYTES, max_images=self._max_images)
+        return FeatureLimits(
+            self._width,
+            MAX_SESSION_BYTES,
+            encoder.image_size,
+            encoder.num_rows,
+            self._max_images,
+            any_size=encoder.any_size,
+        )
 
     # --- at the border ---
 
@@ -107,8 +130,8 @@ class Features:
         encoder, total = self.encoder, 0
         for use in message.features[:MAX_FEATURES]:
             size = max(0, use.num_rows) * self._width * 4
-            if encoder is not None and use.num_rows == encoder.num_rows:  # it may be an image
-                size = max(size, 3 * encoder.image_size**2)
+            if encoder is not None:  # it may be an image
+                size = max(size, encoder.pixel_bytes(use.num_rows))
             total += size
         return total
 
@@ -185,7 +208,8 @@ class Features:
         kept, encoder = self._put[client][use.digest], self.encoder
         is_encoded = encoder is not None and not isinstance(kept, str) and kept.kind == PIXELS
         is_whole = is_encoded and encoder is not None and encoder.sees_whole
-        return msgspec.structs.replace(use, is_whole=is_whole, is_encoded=is_encoded)
+        columns = encoder.grid_of(kept.shape)[1] if is_encoded and encoder and isinstance(kept, PutFeature) else 0
+        return msgspec.structs.replace(use, is_whole=is_whole, is_encoded=is_encoded, num_columns=columns)
 
     def _check(self, client: int, use: FeatureUse) -> None:
         """Check that this client has put a feature, and that it has as many rows as its request states."""
@@ -213,10 +237,7 @@ class Features:
             return shape[0]
         if self.encoder is None:
             raise InvalidRequestError("this model does not support images: it has no vision encoder")
-        if shape != [self.encoder.image_size, self.encoder.image_size, 3]:
-            side = self.encoder.image_size
-            raise InvalidRequestError(f"images for this model must have the shape [{side}, {side}, 3]; got {shape}")
-        return self.encoder.num_rows
+        return self.encoder.grid_of(shape)[0]
 
     def _number(self, digest: bytes) -> int:
         number = self._numbers.get(digest)
@@ -345,6 +366,8 @@ def encoder_ns(features: Features | None, num_tokens: int) -> int:
     encoder = None if features is None else features.encoder
     if encoder is None:
         return 0
+    side = _TRIAL_SIDE if encoder.any_size else 1
     begin = time.perf_counter_ns()
-    encoder.encode(np.zeros((encoder.image_size, encoder.image_size, 3), np.uint8))
-    return (time.perf_counter_ns() - begin) * (num_tokens // encoder.num_rows)
+    encoder.encode(np.zeros((side * encoder.image_size, side * encoder.image_size, 3), np.uint8))
+    taken = time.perf_counter_ns() - begin
+    return taken * _TRIAL_FACTOR * num_tokens // side**2 if encoder.any_size else taken * num_tokens // encoder.num_rows

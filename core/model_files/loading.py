@@ -18,6 +18,8 @@ from core.model_files.tensors.weights import load_weights
 from core.model_files.weight_cache import WeightCache
 from core.models.config import EncoderParts, ModelConfig
 from core.models.encoder import Encoder
+from core.models.grid_encoder import GridEncoder
+from core.models.grid_parts import GridParts
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import Weight
@@ -59,7 +61,7 @@ class LoadedModel(NamedTuple):
     pooler: Pooler | None = None  # for a model that pools and therefore generates no tokens
     encoder: EncoderParts | None = None  # for an encoder
     sees_all: bool = False  # tokens see the whole prompt, in an encoder or another model
-    vision: VisionEncoder | None = None  # for a model with images
+    vision: VisionEncoder | GridEncoder | None = None  # for a model with images
 
 
 def load_model(
@@ -279,7 +281,7 @@ def _stats(path: Path) -> list[os.stat_result]:
 
 def _vision(
     source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
-) -> VisionEncoder | None:
+) -> VisionEncoder | GridEncoder | None:
     """Return the model's vision encoder, or None if it has none or its text model does not read features.
 
     source: see open_vision().
@@ -288,8 +290,13 @@ def _vision(
         return None
     assert native.library is not None, "a model that reads features runs on the C kernels"
     is_made_up = config.load_format == "dummy"
-    weights = open_vision(source, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
-    return VisionEncoder(model.vision, model.hidden_size, weights, dtype, library=native.library)
+    parts, width, library = model.vision, model.hidden_size, native.library
+    weights = open_vision(source, parts, width, dtype, is_made_up=is_made_up)
+    if weights is None:
+        return None
+    if isinstance(parts, GridParts):
+        return GridEncoder(parts, width, weights, dtype, library=library)
+    return VisionEncoder(parts, width, weights, dtype, library=library)
 
 
 def _with_projector(fingerprint: str, projector: Path | None) -> str:

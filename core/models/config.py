@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from core.models.grid_parts import GridParts
 from core.models.layers.rope_scaling import RopeScaling
 from core.models.vision_parts import VisionParts
 from kernels.recurrence import RecurrenceKind, RecurrenceSizes
@@ -217,7 +218,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     recurrent: RecurrentParts | None = None  # None: all layers have attention
     encoder: EncoderParts | None = None  # None: the layers are a decoder's
     sees_all: bool = False  # a decoder's layers in which tokens see the whole prompt, like an encoder's
-    vision: VisionParts | None = None  # None: the model takes no images
+    vision: VisionParts | GridParts | None = None  # None: the model takes no images
+    #: Which of an image token's three positions (time, row, column) turns each pair of a head; None: tokens have one.
+    rope_axes: tuple[int, ...] | None = None
 
     @property
     def is_causal(self) -> bool:

@@ -60,7 +60,16 @@ def cpu_decoder(
         logits_cap=config.logits_cap,
         group=None if rank is None else _group(config, rank),
         per_layer=per_layer,
+        axes=_axes(config),
     )
+
+
+def _axes(config: ModelConfig) -> Ints | None:
+    """Return config.rope_axes for all pairs of a head; those that are not rotated have any."""
+    if config.rope_axes is None:
+        return None
+    axes = np.array(config.rope_axes, np.int64)
+    return np.pad(axes, (0, config.head_dim // 2 - len(axes)))
 
 
 def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:

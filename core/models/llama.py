@@ -305,6 +305,7 @@ class Llama:
             inputs.given,
             inputs.requests,
             inputs.window_slots,
+            inputs.turned,
         )
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:

@@ -33,10 +33,14 @@ class ModelInputs(NamedTuple):
     #: them. No two makers of inputs use the same number.
     generation: int = ONCE
     adapters: TokenAdapters | None = None  # None: no token has one
-    #: [.., hidden] float32: embeddings for token ids below 0, which are -1 - row. None: there are none.
+    #: [.., (1 + deep) * hidden] float32: embeddings for token ids below 0, which are -1 - row, and what is added to
+    #: their hidden states after the first layers. None: there are none.
     given: Floats | None = None
     requests: StateRows | None = None  # where the recurrent states are; None: the model has none
     window_slots: Ints | None = None  # [T] slots in layers with a window; None: the same as the others'
+    #: Positions by which heads are rotated: [T], or [T, 3] if a token of an image has three (config.rope_axes). None:
+    #: `positions`.
+    turned: Ints | None = None
 
 
 class StepResult(Protocol):

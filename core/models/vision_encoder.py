@@ -4,7 +4,7 @@ Each image is computed alone and whole, so its rows are a function of its pixels
 call (kernels/cpu/c/layers/decoder.h), as for text encoders. Patches are the tokens, given by their embeddings.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from core.models.config import EncoderParts, ModelConfig
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
+from core.models.pixel_values import pixel_values
 from core.models.vision_parts import VisionParts
+from ipc.errors import InvalidRequestError
 from ipc.tables.arrays import Floats, Ints, UInt8s
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
@@ -28,6 +30,8 @@ _BLOCK = 16  # tokens per KV block; each image has its own blocks
 class VisionEncoder:
     """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py)."""
 
+    any_size = False
+
     def __init__(
         self,
         parts: VisionParts,
@@ -40,6 +44,7 @@ class VisionEncoder:
         """Pack the weights. hidden_size: the text model's. weights: as in vision_shapes(), preferably in its order."""
         self.parts, self._dtype, self._library = parts, dtype, library
         self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
+        self.width = hidden_size
         files = WeightParts(weights)
         self._operations = operations = CpuOperations(_config(parts), dtype, library)
         patches = files.take_matrix("patches.weight")
@@ -52,7 +57,7 @@ class VisionEncoder:
         if parts.join == "mean and norm":
             connector = StoredMatrix.of(np.ascontiguousarray(connector.dense(dtype).T))
         self._connector = operations.linear(connector, out_dtype=FLOAT32)
-        self._pixels = _pixel_values(parts)
+        self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
         self._num_patches = len(self._positions)
         num_blocks = -(-self._num_patches // _BLOCK)
         self._cache = operations.allocate_cache(num_blocks + 1, _BLOCK)
@@ -118,6 +123,17 @@ class VisionEncoder:
         """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return (num_rows, 0): rows of a square have one position each. Errors: InvalidRequestError."""
+        expected = [self.image_size, self.image_size, 3]
+        if list(shape) != expected:
+            raise InvalidRequestError(f"images for this model must have the shape {expected}; got {list(shape)}")
+        return self.num_rows, 0
+
+    def pixel_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the pixels of an image with so many rows; 0 if no image has."""
+        return 3 * self.image_size**2 if num_rows == self.num_rows else 0
+
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
         parts, count = self.parts, self._num_patches
@@ -163,14 +179,6 @@ def _means(hidden: Floats, side: int, factor: int) -> Floats:
             total += squares[:, row, :, column]
     total *= np.float32(1 / factor**2)
     return total.reshape(few * few, width)
-
-
-def _pixel_values(parts: VisionParts) -> Floats:
-    """Return the number, float32 [3, 256], for each value of a colour, rounded as in transformers."""
-    scaled = (np.arange(256) * parts.rescale_factor).astype(np.float32)
-    mean, std = np.array(parts.image_mean, np.float32), np.array(parts.image_std, np.float32)
-    values: Floats = (scaled - mean[:, None]) / std[:, None]
-    return values
 
 
 def _config(parts: VisionParts) -> ModelConfig:

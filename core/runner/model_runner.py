@@ -1,7 +1,7 @@
 """ModelRunner: turns plans into model inputs, as columns, and samples tokens from the logits."""
 
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
 from core.runner.drafter import Drafter, RanStep, merged
+from core.runner.feature_rows import FeatureRows
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
@@ -40,7 +41,6 @@ from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
-from ipc.wire.feature_messages import FeatureUse
 
 #: Number of prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes per logit.
 _PIECE = 32
@@ -311,6 +311,7 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> StepResult:
         """Run the model on a step's tokens. The result is valid until the next step."""
         given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
+        turned = self._feature_rows.positions_of(inputs) if self._feature_rows.grids else None
         windows = inputs.others[0] if inputs.others else None
         attention = self.model.attention_metadata(
             inputs.num_tokens,
@@ -329,11 +330,12 @@ class ModelRunner:
                 attention,
                 self.cache,
                 inputs.logits_rows,
-                inputs.generation if given is None else ONCE,  # arrays of this step only
+                inputs.generation if given is None and turned is None else ONCE,  # arrays of this step only
                 self._adapter_rows.of_step(inputs) if self._adapter_rows else None,
                 None if given is None else given.rows,
                 None if self.states is None else self.states.of_step(inputs),
                 windows and windows.slots,
+                turned,
             )
         )
 
@@ -470,69 +472,3 @@ class AdapterRows:
         self._generation = inputs.generation
         self._last = TokenAdapters(tuple(packed), of_row.repeat(inputs.num_tokens)) if packed else None
         return self._last
-
-
-# FeatureRows: the features of the batch's rows, and the embeddings for a step's tokens that have ids below 0.
-
-
-class StepFeatures(NamedTuple):
-    """The embeddings that replace tokens of a step."""
-
-    token_ids: Ints  # [T]
-    rows: Floats  # [F, width] float32
-    wholes: Ints | None  # [n, 2] see Model.attention_metadata()
-
-
-class FeatureRows:
-    """The features of rows that have any. features: None = no request can have one."""
-
-    def __init__(self, features: Features | None) -> None:
-        self._features = features
-        # of rows that have any; empty in most steps, so they cost nothing
-        self.of_row: dict[int, list[FeatureUse]] = {}
-
-    def add(self, row: int, uses: list[FeatureUse]) -> None:
-        """Handle a row that starts."""
-        assert self._features is not None, f"row {row} has features, but this executor does not support them"
-        self.of_row[row] = uses
-
-    def remove(self, row: int) -> None:
-        """Handle a row that has left, if it has features."""
-        self.of_row.pop(row, None)
-
-    def encode(self, plan: SchedulerOutput) -> None:
-        """Drop and make the embeddings of images, as the plan says. The plan's rows have been added."""
-        assert self._features is not None, "the plan encodes images, but this executor does not support features"
-        self._features.drop(plan.freed_encoder_inputs)
-        for row, places in plan.scheduled_encoder_inputs:
-            for place in places:
-                self._features.encode(self.of_row[row][place].digest)
-
-    def of_step(self, inputs: StepInputs) -> StepFeatures | None:
-        """Return the step's token ids and the embeddings for some of them, or None if no token belongs to a feature.
-
-        token_ids: as in the inputs; an id below 0 is -1 - index into `rows`.
-        """
-        ids = inputs.token_ids
-        if int(ids.min()) >= 0:
-            return None
-        assert self._features is not None, "tokens have ids below 0, but this executor does not support features"
-        ends = inputs.num_tokens.cumsum()
-        parts, wholes = list[Floats](), list[tuple[int, int]]()
-        for row, end, count in zip(inputs.rows.tolist(), ends.tolist(), inputs.num_tokens.tolist(), strict=True):
-            if (uses := self.of_row.get(row)) is None:
-                continue
-            first = int(inputs.positions[end - count])
-            for use in uses:
-                begin, stop = max(use.position, first), min(use.position + use.num_rows, first + count)
-                if begin < stop:
-                    parts.append(self._features.find(use.digest)[begin - use.position : stop - use.position])
-                    if use.is_whole:
-                        assert stop == use.position + use.num_rows, f"a step ends inside a whole feature of row {row}"
-                        wholes.append((end - count + begin - first, stop - begin))
-        given = np.concatenate(parts)
-        places = np.flatnonzero(ids < 0)
-        assert len(places) == len(given), f"{len(places)} tokens have ids below 0, but {len(given)} feature rows exist"
-        ids = ids.copy()
-        ids[places] = -1 - np.arange(len(given))
-        return StepFeatures(ids, given, np.array(wholes, np.int64) if wholes else None)

@@ -4,7 +4,7 @@ Images are resized by Pillow's bilinear filter, on 8 bits a colour, as in transf
 scan", additional squares for long images, is off in the models' files, and refused if it is on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,10 @@ class Gemma3Images(NamedTuple):
     def token(self) -> str:
         """Return the text of the token for a row of an image."""
         return _SOFT
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the number of tokens for a square."""
+        return self.rows_per_square
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the square of an image in RGB."""

@@ -5,7 +5,7 @@ another picture. Images are resized by Pillow's Lanczos filter, on 8 bits a colo
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,10 @@ class Idefics3Images(NamedTuple):
     def token(self) -> str:
         """Return the text of the token for a row of a square."""
         return _MARK
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the number of tokens for a square."""
+        return self.rows_per_square
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""

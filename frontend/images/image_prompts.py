@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from frontend.images.any_size import any_size_images
 from frontend.images.gemma3 import gemma3_images
 from frontend.images.idefics3 import idefics3_images
 from frontend.images.processed import ProcessedImages
@@ -26,6 +27,8 @@ _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str
     "Idefics3ImageProcessor": idefics3_images,
     "SmolVLMImageProcessor": idefics3_images,
     "Gemma3ImageProcessor": gemma3_images,
+    "Qwen2VLImageProcessor": any_size_images,
+    "Qwen3VLImageProcessor": any_size_images,
 }
 
 
@@ -35,15 +38,14 @@ class ImageText(NamedTuple):
     text: str
     squares: list[tuple[bytes, PutFeature]]
     rules: ImageRules
-    #: For each square, the index of its first row token in the text, and the number of them. Some row tokens may belong
-    #: to no image, because a user wrote them.
-    firsts: list[int]
+    #: For each square, the index of its first row token among the text's, and its number of them. Some row tokens may
+    #: belong to no image, because a user wrote them.
+    runs: list[tuple[int, int]]
     num_tokens: int
 
     def place(self, token_ids: Sequence[int]) -> list[PlacedFeature]:
         """Return the features at their positions in the text's tokens."""
-        size, mark = self.rules.rows_per_square, self.rules.mark_id
-        places = [at for at, token in enumerate(token_ids) if token == mark]
+        places = [at for at, token in enumerate(token_ids) if token == self.rules.mark_id]
         if len(places) != self.num_tokens:
             raise InvalidRequestError(
                 f"the prompt has {counted(len(places), 'token')} for images, but its text has "
@@ -51,7 +53,7 @@ class ImageText(NamedTuple):
             )
         return [
             PlacedFeature(FeatureUse(places[first], size, digest), feature)
-            for first, (digest, feature) in zip(self.firsts, self.squares, strict=True)
+            for (first, size), (digest, feature) in zip(self.runs, self.squares, strict=True)
         ]
 
 
@@ -81,7 +83,7 @@ class ImagePrompts:
                 "write it once for each"
             )
         written, squares, num_pixels = [parts[0]], list[tuple[bytes, PutFeature]](), 0
-        firsts, num_tokens = list[int](), parts[0].count(self.rules.token)
+        runs, num_tokens = list[tuple[int, int]](), parts[0].count(self.rules.token)
         for image, following in zip(images, parts[1:], strict=True):
             found = find_image(image, name)
             num_pixels += found.width * found.height
@@ -92,13 +94,15 @@ class ImagePrompts:
             del found  # frees its pixels: the next image may also be large
             squares += made.squares
             written += [self.rules.text_of(made.num_rows, made.num_columns), following]
-            firsts += [num_tokens + index * self.rules.rows_per_square for index in range(len(made.squares))]
-            num_tokens += len(made.squares) * self.rules.rows_per_square + following.count(self.rules.token)
+            for _, feature in made.squares:
+                runs.append((num_tokens, self.rules.rows_of(feature.shape)))
+                num_tokens += runs[-1][1]
+            num_tokens += following.count(self.rules.token)
             if len(squares) > MAX_SQUARES:
                 raise InvalidRequestError(
                     f"{name}: its images have more than {MAX_SQUARES} squares: send fewer of them"
                 )
-        return ImageText("".join(written), squares, self.rules, firsts, num_tokens)
+        return ImageText("".join(written), squares, self.rules, runs, num_tokens)
 
     def _between(self, text: str, marks: Sequence[int] | None) -> list[str]:
         """Return the text before, between and after the images."""

@@ -1,6 +1,6 @@
 """ImageRules: how one kind of model receives images: as squares of pixels, and as marks in the prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ipc.errors import UnsupportedModelError
@@ -14,9 +14,12 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 
 class Squares(NamedTuple):
-    """The squares of one image: rows of columns, and the whole image last; 0 rows: the whole image alone."""
+    """The squares of one image: rows of columns, and the whole image last; 0 rows: the whole image alone.
 
-    pixels: list[UInt8s]  # [side, side, 3] each
+    If images have any size, it is one rectangle, which becomes rows of columns of tokens.
+    """
+
+    pixels: list[UInt8s]  # [side, side, 3] each; [height, width, 3]
     num_rows: int
     num_columns: int
 
@@ -32,9 +35,8 @@ class ImageRules(Protocol):
     def token(self) -> str:
         """Return the text of the token for a row of a square."""
 
-    @property
-    def rows_per_square(self) -> int:
-        """Return the number of tokens for a square."""
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the number of tokens for a square of this shape."""
 
     @property
     def mark_id(self) -> int:

@@ -56,7 +56,7 @@ def read_messages(
             message.pop("tool_calls", None)
         elif not arguments_as_text:
             _parse_arguments(message["tool_calls"], where)
-        keeps = keep_parts and message["role"] != "tool"
+        keeps = keep_parts and (message["role"] != "tool" or _has_images(message))
         takes_parts = image_mark is not None and keeps
         if takes_parts and isinstance(message.get("content"), str):  # templates of such models may not accept a str
             message["content"] = [{"type": "text", "text": message["content"]}]
@@ -90,6 +90,12 @@ def _read_message(given: object, where: str) -> dict[str, Any]:
             f"...}}}}; got {calls!r:.80}"
         )
     return message
+
+
+def _has_images(message: dict[str, Any]) -> bool:
+    """Return whether the content has an image: only the template knows what is around one in a tool's result."""
+    content = message.get("content")
+    return isinstance(content, (list, tuple)) and IMAGE_PART in content
 
 
 def _read_content(

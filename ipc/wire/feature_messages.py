@@ -42,6 +42,9 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     is_whole: bool = False
     #: Its rows are computed from an image, in the step that needs them. The engine sets it too.
     is_encoded: bool = False
+    #: Columns of the grid that its rows form, for models whose tokens have three positions; 0 = its tokens have one
+    #: each, like those of text. The engine sets it too.
+    num_columns: int = 0
 
 
 #: Those of a request; their number is checked before they are decoded.
@@ -53,9 +56,11 @@ class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):
 
     width: int  # numbers of a row
     max_bytes: int  # of the features that a session has put
-    image_size: int = 0  # height and width of images in pixels; 0 = no images are accepted
-    image_rows: int = 0  # rows that an image becomes
+    #: Height and width of images in pixels, or the number of which both are multiples; 0 = no images are accepted.
+    image_size: int = 0
+    image_rows: int = 0  # rows that an image becomes; the most if images may have any size
     max_images: int | None = None  # of one prompt; clients obey it. None = no limit
+    any_size: bool = False  # see image_size: each square of this size becomes one row
 
 
 def feature_digest(kind: str, shape: Sequence[int], data: bytes) -> bytes:

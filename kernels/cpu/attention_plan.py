@@ -50,6 +50,7 @@ class AttentionPlan:
     ) -> None:
         self._generation = 0  # of the columns below; 0 = none
         self.window = window  # tokens that a row sees, including itself; None = all before it
+        self.has_window_slots = window is not None  # its layers store K and V at the slots for windows
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
         self.context_lens: Ints = self.num_tokens  # [R]
         self.wholes: Ints | None = None  # [n, 2] first token of the step, number of tokens; see take()

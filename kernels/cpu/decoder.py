@@ -82,6 +82,8 @@ class CpuDecoder:
     _given: Floats | None = None  # the last step's, kept alive
     _requests: StateRows | None = None  # the last step's, kept alive
     _window_slots: Ints | None = None  # the last step's, kept alive
+    _turned: Ints | None = None  # the last step's, kept alive
+    _deep: Floats | None = None  # the last step's, kept alive
     _taps: tuple[int, ...] = ()  # see tap()
     _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
@@ -100,11 +102,13 @@ class CpuDecoder:
         residual_multiplier: float = 1.0,
         logits_cap: float | None = None,
         per_layer: CpuPerLayerInputs | None = None,
+        axes: Ints | None = None,
     ) -> None:
         """Prepare the C structs of a model. `head` must return float32, None = no logits; `float_norm` is `norm` with
         float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one.
         `group`: the parts are a rank's, and num_heads its heads; None = this process is alone. per_layer: the inputs of
-        single layers, None = there are none."""
+        single layers, None = there are none. axes [head_dim / 2]: which of several positions of a token turns each pair
+        of a head; None = tokens have one position."""
         assert float_norm.dtype == FLOAT32, float_norm.dtype
         assert head is None or head.out_dtype == FLOAT32, head
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
@@ -116,7 +120,7 @@ class CpuDecoder:
         self._decoder.num_heads = self._num_heads = num_heads
         self._decoder.residual_multiplier, self._decoder.logits_cap = residual_multiplier, logits_cap or 0.0
         self._experts = [parts.experts for parts in layers if parts.experts is not None]
-        self._per_layer = per_layer
+        self._per_layer, self._axes = per_layer, axes
         self._decoder.num_tail = self._num_tail = tail_length(layers)
         self._point_to_parts(layers)
         self._room = Room()
@@ -192,13 +196,16 @@ class CpuDecoder:
         given: Floats | None = None,
         requests: StateRows | None = None,
         window_slots: Ints | None = None,
+        turned: Ints | None = None,
     ) -> "DecoderResult":
         """Run one step.
 
         token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
-        `plans` has one plan per kind of layer. lora: the rows' adapters; None = no row has one. given [.., hidden]
-        float32: the embeddings for token ids below 0, which are -1 - row. requests: where the recurrent states are.
-        window_slots [T]: the slots in layers with a window; None = the same as in the others.
+        `plans` has one plan per kind of layer. lora: the rows' adapters; None = no row has one. given [.., (1 + deep) *
+        hidden] float32: the embeddings for token ids below 0, which are -1 - row, and what is added to their hidden
+        states after the first layers. requests: where the recurrent states are. window_slots [T]: the slots in layers
+        with a window; None = the same as in the others. turned: the positions by which heads are rotated, [T], or
+        [T, axes] if tokens have several; None = positions.
         Equal generations other than 0 mean that columns, plans, cache and the rest are the previous step's objects with
         new numbers.
         Then they are not read again: after the weights, each object that is touched costs microseconds.
@@ -210,8 +217,9 @@ class CpuDecoder:
             self._adapt(lora)
             self._give(given)
             self._place_states(requests)
+            self._turn(turned)
             self._generation = generation
-        if (longest := plans[0].arguments.longest) > self._num_positions:
+        if (longest := plans[0].arguments.longest) > self._num_positions and (turned is None or turned.ndim == 1):
             self._reach(longest)
         for plan, part, (attention, arguments) in zip(plans, self._parts, self._attention, strict=True):
             attention.reserve(arguments, part, plan, self._num_heads)
@@ -337,7 +345,7 @@ class CpuDecoder:
         self._window_slots, slots = window_slots, self._columns[2].ctypes.data
         of_windows = slots if window_slots is None else window_slots.ctypes.data
         for plan, kind in zip(plans, self._kinds, strict=True):
-            kind.slots = slots if plan.window is None else of_windows
+            kind.slots = of_windows if plan.has_window_slots else slots
 
     def _adapt(self, lora: LoraRows | None) -> None:
         """Point the step to its rows' adapters, and reserve the memory they need."""
@@ -353,8 +361,34 @@ class CpuDecoder:
 
     def _give(self, given: Floats | None) -> None:
         """Point the step to the embeddings for token ids below 0."""
-        assert given is None or (given.flags.c_contiguous and given.shape[1] == self._width), given.shape
-        self._given, self._step.given = given, None if given is None else given.ctypes.data
+        step, self._deep = self._step, None
+        if given is not None:
+            assert given.shape[1] % self._width == 0, given.shape
+            if given.shape[1] > self._width:
+                self._deep = np.ascontiguousarray(given[:, self._width :])
+            given = np.ascontiguousarray(given[:, : self._width])
+        self._given, step.given = given, None if given is None else given.ctypes.data
+        step.num_deep = 0 if self._deep is None else self._deep.shape[1] // self._width
+        step.deep = None if self._deep is None else self._deep.ctypes.data
+        assert step.num_deep <= len(self._layers), step.num_deep
+
+    def _turn(self, turned: Ints | None) -> None:
+        """Point the step to the positions of its tokens' rotations, or to their own rows of cos and sin."""
+        if turned is None:
+            self._turned, self._step.rotations = None, None
+            return
+        if turned.ndim == 1:
+            self._turned = np.ascontiguousarray(turned)
+        else:
+            assert self._axes is not None, "a token of this model has one position"
+            self._turned = np.arange(len(turned))
+            made: dict[int, tuple[Floats, Floats, Floats, Floats]] = {}
+            for kind, table in zip(self._kinds, self._tables, strict=True):
+                if table is not None:
+                    arrays = made[id(table)] = made.get(id(table)) or table.rows_at(turned, self._axes)
+                    kind.cos, kind.sin, kind.query_cos, kind.query_sin = (array.ctypes.data for array in arrays)
+            self._rotations, self._num_positions = list(made.values()), 0  # kept alive; the tables are pointed to again
+        self._step.rotations = self._turned.ctypes.data
 
     def _place_states(self, requests: StateRows | None) -> None:
         """Point the step to the recurrent states of its requests."""

@@ -14,9 +14,9 @@ from kernels.memory.aligned import aligned_empty
 #: Version of the arithmetic of products in 8 bits; part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4, "relu2": 5}
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4, "relu2": 5, "quick_gelu": 6}
 #: Activations that a product without a gate may have.
-ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2")
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2", "quick_gelu")
 
 
 _BLOCK, _BLOCK_BYTES = 32, 48  # numbers and bytes of an Int8Block (int8.h)

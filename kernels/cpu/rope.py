@@ -45,6 +45,19 @@ class RotaryTable:
             factors = query_factors(np.arange(len(self.cos)), *self._growth)[:, None]
             self.query_cos, self.query_sin = self.cos * factors, self.sin * factors
 
+    def rows_at(self, positions: Ints, axes: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return (cos, sin, query_cos, query_sin) [T, head_dim] of tokens with several positions [T, axes].
+
+        axes [head_dim / 2]: which position turns each pair of a head.
+        """
+        self.reach(int(positions.max()) + 1)
+        columns = np.arange(2 * len(axes))
+        rows = positions[:, np.concatenate((axes, axes))]
+        cos, sin = (np.ascontiguousarray(part[rows, columns]) for part in (self.cos, self.sin))
+        if self._growth is None:
+            return cos, sin, cos, sin
+        return cos, sin, self.query_cos[rows, columns], self.query_sin[rows, columns]
+
 
 class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.

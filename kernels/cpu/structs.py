@@ -285,7 +285,9 @@ class StepArguments(CStruct):
         *_fields("num_tokens num_logits num_taps is_narrow", _INT64),
         *_fields("adapters picked lowered", _POINTER),
         ("lowered_stride", _INT64),
-        *_fields("given output_gates mixed states state_rows firsts saves", _POINTER),
+        *_fields("given rotations deep", _POINTER),
+        ("num_deep", _INT64),
+        *_fields("output_gates mixed states state_rows firsts saves", _POINTER),
         *_fields("state_stride mixed_stride num_requests", _INT64),
         *_fields("projected own_inputs router_x beside tail_q tail_attended tail_picked", _POINTER),
     )

@@ -20,6 +20,7 @@ from core.model_files.settings.architecture_settings import (
 )
 from core.model_files.settings.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.settings.expert_settings import experts
+from core.model_files.settings.grid_settings import grid_architecture, grid_values, read_grid, rope_axes
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
@@ -29,6 +30,7 @@ from core.model_files.settings.values import Values, model_sizes
 from core.model_files.settings.vision_settings import read_vision, text_values, vision_architecture
 from core.models.architectures.by_name import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.architectures.encoder_architectures import EncoderArchitecture, EncoderForm
+from core.models.architectures.grid_architectures import GridArchitecture
 from core.models.architectures.vision_architectures import VisionArchitecture
 from core.models.config import ModelConfig, Packing
 from core.models.layers.rope_scaling import ProportionalScaling, YarnScaling
@@ -57,6 +59,8 @@ def read_json_config(folder: Path) -> ModelConfig:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
         return _vision_config(folder, values, vision)
+    if (grid := grid_architecture(values)) is not None:
+        return _grid_config(folder, values, grid)
     values = text_part(values) or values
     config = decoder_config(folder, values, *_architecture(values))
     if (folder / "modules.json").is_file() and (most := most_tokens_of(folder, read_json_object)) is not None:
@@ -116,10 +120,32 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
 
 def _vision_config(folder: Path, values: Values, row: VisionArchitecture) -> ModelConfig:
     """Return the configuration of a model with images: its text model's, with the vision encoder added."""
-    file, text = folder / PROCESSOR_FILE, text_values(values, row)
-    processor = Values(read_json_object(file) if file.is_file() else {}, str(file))
+    text = text_values(values, row)
     config = decoder_config(folder, text, *_architecture(text))
-    return msgspec.structs.replace(config, vision=read_vision(values, processor, row))
+    return msgspec.structs.replace(config, vision=read_vision(values, _processor(folder), row))
+
+
+def _grid_config(folder: Path, values: Values, row: GridArchitecture) -> ModelConfig:
+    """Return the configuration of a model with images of any size: that of its text model, with the encoder added."""
+    vision, text = grid_values(values, row), text_part(values)
+    assert text is not None, row.names
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    config = decoder_config(folder, text, *_architecture(text))
+    if vision is None:
+        return config
+    parts, axes = read_grid(vision, _processor(folder), row, config), rope_axes(rope, row, config, text)
+    return msgspec.structs.replace(config, vision=parts, rope_axes=axes)
+
+
+def _processor(folder: Path) -> Values:
+    """Return the settings of a model's images, empty if there are none."""
+    settings: dict[str, Any] = {}
+    for name in ("processor_config.json", PROCESSOR_FILE):
+        if (file := folder / name).is_file():
+            own = read_json_object(file)
+            inner = own.get("image_processor")
+            settings |= inner if isinstance(inner, dict) else {} if name != PROCESSOR_FILE else own
+    return Values(settings, str(folder / PROCESSOR_FILE))
 
 
 def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form: EncoderForm) -> ModelConfig:

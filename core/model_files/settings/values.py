@@ -76,6 +76,15 @@ _RANGES: dict[str, tuple[int, int]] = {
     "patch_size": (1, 2**10),
     "scale_factor": (1, 2**6),
     "mm_tokens_per_image": (1, 2**16),
+    "depth": (1, 2**12),
+    "num_heads": (1, 2**12),
+    "embed_dim": (1, 2**16),
+    "out_hidden_size": (1, 2**20),
+    "mlp_ratio": (1, 2**8),
+    "spatial_merge_size": (1, 2**6),
+    "temporal_patch_size": (1, 2**4),
+    "window_size": (1, 2**16),
+    "num_position_embeddings": (1, 2**20),
 }
 
 

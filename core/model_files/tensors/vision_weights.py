@@ -8,7 +8,9 @@ from pathlib import Path
 from core.model_files.gguf.gguf_vision import open_gguf_vision
 from core.model_files.load_format import made_up
 from core.model_files.tensors.weights import load_tensors
+from core.models.architectures.grid_architectures import grid_name
 from core.models.architectures.vision_architectures import is_unused, vision_name
+from core.models.grid_parts import GridParts, grid_shapes
 from core.models.operations.stored_matrix import Weight
 from core.models.vision_parts import VisionParts, vision_shapes
 from ipc.files.safetensors import read_safetensors_folder
@@ -16,20 +18,25 @@ from kernels.elements import Dtype
 
 
 def open_vision(
-    source: Path, parts: VisionParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
-) -> Iterator[tuple[str, Weight]]:
-    """Return an iterator over (name, weight) of vision_shapes(). source: the model's folder, or its projector's file.
+    source: Path, parts: VisionParts | GridParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
+) -> Iterator[tuple[str, Weight]] | None:
+    """Return an iterator over (name, weight) of the encoder's shapes; None if a folder has none of its weights.
 
-    Errors: ModelFileError, UnsupportedModelError.
+    source: the model's folder, or its projector's file. Errors: ModelFileError, UnsupportedModelError.
     """
-    shapes = vision_shapes(parts, hidden_size)
+    is_grid = isinstance(parts, GridParts)
+    shapes = grid_shapes(parts, hidden_size) if isinstance(parts, GridParts) else vision_shapes(parts, hidden_size)
     if is_made_up:
         flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
         return made_up(flat, dtype)
     if source.suffix == ".gguf":
+        assert isinstance(parts, VisionParts), parts
         return open_gguf_vision(source, parts, hidden_size, dtype)
     files = [name for tensors in read_safetensors_folder(source).values() for name in tensors]
-    theirs = {vision_name(name): name for name in files}
+    theirs = {(grid_name if is_grid else vision_name)(name): name for name in files}
+    if is_grid and not theirs.keys() - {None}:
+        return None  # a checkpoint of the text model that kept the whole model's config.json
     names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
-    unused = re.compile("|".join(re.escape(name) for name in files if is_unused(name)))
+    is_others = (lambda name: grid_name(name) is None) if is_grid else is_unused
+    unused = re.compile("|".join(re.escape(name) for name in files if is_others(name)))
     return load_tensors(source, names, shapes, unused, dtype)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.models.config import Activation, EncoderActivation, HeadSizes, LatentParts, ModelConfig
+from core.models.grid_parts import GridActivation
 from core.models.layers.cache_pages import CachePages, Widths, blocks_per_page, cache_pages
 from core.models.layers.layer_kinds import cached_layers, places_of_parts, windows
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
@@ -154,7 +155,7 @@ class CpuOperations:
         bias: Floats | None = None,
         *,
         out_dtype: Dtype | None = None,
-        activation: EncoderActivation | None = None,
+        activation: EncoderActivation | GridActivation | None = None,
     ) -> PackedMatrix:
         """Pack the weight and return the product, with an activation applied to its result if one is given."""
         return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
@@ -188,7 +189,7 @@ class CpuOperations:
         return self._packed(weight, bias, activation=function), unchanged
 
     def gate_up(
-        self, weight: StoredMatrix, function: Activation | EncoderActivation, bias: Floats | None = None
+        self, weight: StoredMatrix, function: Activation | GridActivation, bias: Floats | None = None
     ) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
         return self._packed(weight, bias, gate=function), unchanged

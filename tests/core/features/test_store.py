@@ -15,13 +15,13 @@ from ipc.tables.arrays import Floats, UInt8s
 from ipc.wire.feature_messages import FeatureUse, PutFeature, feature_digest
 from ipc.wire.messages import AddRequest
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
-from tests.placed_images import placed_image
+from tests.placed_images import SquareEncoder, placed_image
 
 WIDTH, SIDE, ROWS = 4, 6, 3
 
 
-class Encoder:
-    image_size, num_rows, sees_whole = SIDE, ROWS, False
+class Encoder(SquareEncoder):
+    image_size, num_rows, sees_whole, width = SIDE, ROWS, False, WIDTH
 
     def __init__(self) -> None:
         self.seen: list[int] = []

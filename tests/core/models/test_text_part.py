@@ -17,7 +17,7 @@ from tests.core.models.text_part_checkpoints import TEXT_PART_CASES, build_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
-NAMES = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "vision_config": {"depth": 2}}
+NAMES = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 
 
 def as_part(folder: Path, **settings: Any) -> None:

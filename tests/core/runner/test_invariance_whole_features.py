@@ -14,7 +14,7 @@ from kernels.cpu.library import load_cpu_library
 from tests.core.runner.given_features import with_features
 from tests.core.runner.invariance import DTYPES, Run, difference, request, run, tiny_model
 from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS
-from tests.placed_images import placed_image
+from tests.placed_images import SquareEncoder, placed_image
 
 ROWS = 24
 PLACES = (3, 27, 130, 262)  # side by side, and across blocks
@@ -22,17 +22,17 @@ PLACES = (3, 27, 130, 262)  # side by side, and across blocks
 NAMES = ("among 32", "among 32 others", "chunks of 37", "preempted", "from the prefix cache")
 
 
-class Encoder:
+class Encoder(SquareEncoder):
     """An encoder whose images are rows of random numbers."""
 
     image_size, num_rows = 4, ROWS
 
     def __init__(self, width: int, *, sees_whole: bool = True) -> None:
-        self._width, self.sees_whole = width, sees_whole
+        self.width, self.sees_whole = width, sees_whole
 
     def encode(self, pixels: UInt8s) -> Floats:
         rng = np.random.default_rng(int(pixels[0, 0, 0]))
-        return rng.standard_normal((ROWS, self._width), np.float32) * np.float32(0.3)
+        return rng.standard_normal((ROWS, self.width), np.float32) * np.float32(0.3)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,6 @@
 #include "layers/decoder_share.h"
 
+#include "layers/deep.h"
 #include "layers/embedding.h"
 #include "threads/group.h"
 #include "layers/norm.h"
@@ -149,7 +150,7 @@ static void rotate(const Share *share) {
         .sin = kind->sin,
         .query_cos = kind->query_cos,
         .query_sin = kind->query_sin,
-        .positions = step->positions,
+        .positions = step->rotations ? step->rotations : step->positions,
         .norms = layer->norms,
         .norms_of_rows = layer->norms_of_rows,
         .is_centred = layer->centred_norms,
@@ -179,7 +180,7 @@ static void begin_latent(const Share *share) {
         .sin = kind->sin,
         .query_cos = kind->query_cos,
         .query_sin = kind->query_sin,
-        .positions = step->positions,
+        .positions = step->rotations ? step->rotations : step->positions,
         .slots = kind->slots,
         .q = step->q,
         .layer = *share->cache,
@@ -365,6 +366,7 @@ static void end_layer(const Share *share, const NormWeights *next_norm) {
     const NormWeights rounding = {0};
     const NormWeights *next = layer->per_layer ? &rounding : next_norm;
     const float scale = layer->per_layer ? 0.0f : layer->layer_scale;
+    if (layer - share->decoder->layers < share->step->num_deep) add_deep(share);
     if (layer->beside)
         add_beside(share, next, scale);
     else

@@ -124,6 +124,9 @@ typedef struct {
     float *lowered;                     /* [max(T, S), lowered_stride] with adapters */
     int64_t lowered_stride;
     const float *given; /* [.., hidden_size]: embeddings of token ids below 0, see embedding.h */
+    const int64_t *rotations; /* [T]: rows of cos and sin; NULL = positions */
+    const float *deep;  /* [.., num_deep, hidden_size]: for token ids below 0, what is added to hidden after the first layers */
+    int64_t num_deep;   /* at most num_layers */
     void *output_gates; /* [T, numbers of attention's output] of dtype, of layers with an output_gate */
     float *mixed, *states; /* of layers with a recurrence, as all below: see recurrence.h */
     const int64_t *state_rows, *firsts, *saves;

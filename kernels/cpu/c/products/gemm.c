@@ -94,6 +94,8 @@ static void activate(float *numbers, const int function) {
         activate_as(numbers, GELU);
     else if (function == RELU_SQUARED)
         activate_as(numbers, RELU_SQUARED);
+    else if (function == QUICK_GELU)
+        activate_as(numbers, QUICK_GELU);
     else
         activate_as(numbers, GELU_TANH);
 }

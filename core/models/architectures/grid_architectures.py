@@ -1,0 +1,124 @@
+"""The architectures whose images have any size, as data: their encoder, and the positions of image tokens."""
+
+import re
+from typing import Any
+
+import msgspec
+
+
+class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of model with an encoder of patches in a grid (core/models/grid_parts.py)."""
+
+    names: tuple[str, ...]  # in config.json's architectures
+    gguf: str  # llama.cpp's name for the projector
+    width: str = "hidden_size"  # the setting of the encoder's width
+    out_width: str = "out_hidden_size"  # the setting of the width of rows
+    defaults: dict[str, Any]  # of vision_config's settings, from transformers' config classes
+    is_centred: bool = True
+    is_gated: bool = False
+    patch_bias: bool = False
+    windows: bool = False
+    positions: bool = False  # a table of positions is stretched over the image
+    deep: bool = False
+    sections: tuple[int, int, int]  # default of mrope_section: pairs of a head that each position turns
+    in_turn: bool  # the sections' pairs alternate; otherwise they follow each other
+
+
+_SIZES: dict[str, Any] = {"num_heads": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_QWEN2 = {**_SIZES, "depth": 32, "patch_size": 14}
+_QWEN3 = {
+    **_SIZES,
+    "depth": 27,
+    "patch_size": 16,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "hidden_act": "gelu_pytorch_tanh",
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 3584,
+}
+GRID_ROWS = (
+    GridArchitecture(
+        names=("Qwen2VLForConditionalGeneration",),
+        gguf="qwen2vl_merger",
+        width="embed_dim",
+        out_width="hidden_size",
+        defaults={**_QWEN2, "embed_dim": 1280, "hidden_size": 3584, "mlp_ratio": 4, "hidden_act": "quick_gelu"},
+        sections=(16, 24, 24),
+        in_turn=False,
+    ),
+    GridArchitecture(
+        names=("Qwen2_5_VLForConditionalGeneration",),
+        gguf="qwen2.5vl_merger",
+        defaults={
+            **_QWEN2,
+            "hidden_size": 3584,
+            "intermediate_size": 3420,
+            "out_hidden_size": 3584,
+            "hidden_act": "silu",
+            "window_size": 112,
+            "fullatt_block_indexes": [7, 15, 23, 31],
+        },
+        is_centred=False,
+        is_gated=True,
+        windows=True,
+        sections=(16, 24, 24),
+        in_turn=False,
+    ),
+    GridArchitecture(
+        names=("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        gguf="qwen3vl_merger",
+        defaults={**_QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+        patch_bias=True,
+        positions=True,
+        deep=True,
+        sections=(24, 20, 20),
+        in_turn=True,
+    ),
+    GridArchitecture(
+        names=("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        gguf="qwen3vl_merger",
+        defaults=_QWEN3,
+        patch_bias=True,
+        positions=True,
+        sections=(11, 11, 10),
+        in_turn=True,
+    ),
+)
+#: By name in config.json's architectures.
+GRID_ARCHITECTURES = {name: row for row in GRID_ROWS for name in row.names}
+
+_VISION = re.compile(r"(model\.)?visual\.")
+#: Parts of names in safetensors -> ours, in this order.
+_PARTS = (
+    ("patch_embed.proj.", "patches."),
+    ("pos_embed.", "positions."),
+    ("blocks.", "layers."),
+    (".norm1.", ".attention_norm."),
+    (".norm2.", ".mlp_norm."),
+    (".attn.qkv.", ".qkv."),
+    (".attn.proj.", ".o."),
+    (".mlp.fc1.", ".up."),
+    (".mlp.fc2.", ".down."),
+    (".mlp.linear_fc1.", ".up."),
+    (".mlp.linear_fc2.", ".down."),
+    (".mlp.gate_proj.", ".gate."),
+    (".mlp.up_proj.", ".up."),
+    (".mlp.down_proj.", ".down."),
+    ("deepstack_merger_list.", "deep."),
+    ("merger.ln_q.", "norm."),
+    ("merger.norm.", "norm."),
+    ("merger.mlp.0.", "merger.first."),
+    ("merger.mlp.2.", "merger.second."),
+    (".linear_fc1.", ".first."),
+    (".linear_fc2.", ".second."),
+)
+
+
+def grid_name(name: str) -> str | None:
+    """Return the name in grid_shapes() for a weight's name in safetensors, or None for the text model's weights."""
+    if not (found := _VISION.match(name)):
+        return None
+    ours = name[found.end() :]
+    for theirs, own in _PARTS:
+        ours = ours.replace(theirs, own)
+    return ours

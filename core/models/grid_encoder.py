@@ -1,0 +1,319 @@
+"""GridEncoder: computes embeddings from the pixels of images of any size, on the C kernels.
+
+Each image is computed alone and whole, so its rows are a function of its pixels only. The layers are the decoder's C
+call (kernels/cpu/c/layers/decoder.h). Patches are the tokens, given by their embeddings. A patch has two positions, its
+row and its column. Patches that become one row follow each other, and so do those of one window.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from core.models.config import EncoderParts, ModelConfig
+from core.models.grid_parts import GridActivation, GridParts
+from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.stored_matrix import Weight
+from core.models.parts.weight_parts import WeightParts
+from core.models.pixel_values import pixel_values
+from ipc.errors import InvalidRequestError
+from ipc.tables.arrays import Floats, Ints, UInt8s
+from kernels.cpu.attention_plan import AttentionPlan, AttentionPlanner
+from kernels.cpu.decoder import CpuDecoder
+from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.norm import CpuNorm
+from kernels.cpu.rope import RotaryTable
+from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
+from kernels.memory.kv_cache import MixedKVCache
+from kernels.rotary import rotary_frequencies
+
+_BLOCK = 16  # tokens per KV block; each window has its own blocks
+
+
+class Merger(NamedTuple):
+    """The products that make rows of merged patches."""
+
+    first: PackedMatrix  # has the activation
+    second: PackedMatrix
+
+    def __call__(self, merged: Numbers) -> Floats:
+        """Return rows [n, hidden] float32 of merged patches [n, joined]."""
+        rows: Floats = to_floats(self.second(self.first(merged)))
+        return rows
+
+
+class _Runs(NamedTuple):
+    """Runs of patches that see each other: a whole image, or its windows. Each has its own blocks."""
+
+    lengths: Ints  # [n]
+    slots: Ints  # [patches]
+    blocks: Ints  # [n, most blocks] int32
+
+
+class GridEncoder:
+    """The weights and the forward pass of one encoder; an ImageEncoder (core/features/store.py)."""
+
+    any_size, sees_whole = True, False
+
+    def __init__(
+        self,
+        parts: GridParts,
+        hidden_size: int,
+        weights: Iterable[tuple[str, Weight]],
+        dtype: Dtype,
+        *,
+        library: CpuLibrary,
+    ) -> None:
+        """Pack the weights. hidden_size: the text model's. weights: as in grid_shapes(), preferably in its order."""
+        self.parts, self._dtype, self._library = parts, dtype, library
+        self.image_size, self.num_rows = parts.unit, parts.max_rows
+        self.width = hidden_size * (1 + len(parts.deep_layers))
+        files = WeightParts(weights)
+        self._operations = operations = CpuOperations(_config(parts), dtype, library)
+        patches = files.take_matrix("patches.weight")
+        bias = files.take("patches.bias") if parts.patch_bias else None
+        self._patches = operations.linear(patches, bias, out_dtype=FLOAT32)
+        self._table = None
+        if parts.positions_per_side:
+            self._table = to_floats(files.take_matrix("positions.weight").dense(dtype))
+        self._decoder = self._make_decoder(files)
+        self._merger = self._make_merger(files, "merger")
+        count = len(parts.deep_layers)
+        self._deep = [
+            (self._norm(files, f"deep.{index}.norm", dtype), self._make_merger(files, f"deep.{index}"))
+            for index in range(count)
+        ]
+        if count:
+            self._decoder.tap([layer + 1 for layer in parts.deep_layers])
+        self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
+        heads = parts.num_attention_heads
+        self._planners = [AttentionPlanner(library, heads, heads, is_causal=False) for _ in self._kinds]
+        self._cache: CpuKVCache | MixedKVCache = operations.allocate_cache(2, _BLOCK)
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Return, for each kind of layer, whether it sees windows."""
+        return (False, True) if self.parts.window else (False,)
+
+    def _make_decoder(self, files: WeightParts) -> CpuDecoder:
+        parts = self.parts
+        layers = [self._layer(files, index) for index in range(parts.num_hidden_layers)]
+        head_dim = parts.hidden_size // parts.num_attention_heads
+        frequencies = rotary_frequencies(head_dim // 2, parts.rope_theta)
+        table = RotaryTable(np.concatenate((frequencies, frequencies)))
+        norm = self._norm(files, "norm", self._dtype)
+        return CpuDecoder(
+            self._library,
+            layers,
+            CpuEmbedding(self._library, rounded(np.zeros((1, parts.hidden_size), np.float32), self._dtype)),
+            norm,
+            float_norm=CpuNorm(
+                self._library, norm.weight, parts.norm_eps, FLOAT32, bias=norm.bias, is_centred=parts.is_centred
+            ),
+            head=None,
+            tables=[table] * len(self._kinds),
+            num_heads=parts.num_attention_heads,
+            axes=np.repeat(np.arange(2), len(frequencies)),
+        )
+
+    def _norm(self, files: WeightParts, name: str, dtype: Dtype) -> CpuNorm:
+        weight, is_centred = files.take(f"{name}.weight"), self.parts.is_centred
+        bias = files.take(f"{name}.bias") if is_centred else None
+        return CpuNorm(self._library, weight, self.parts.norm_eps, dtype, bias=bias, is_centred=is_centred)
+
+    def _layer(self, files: WeightParts, index: int) -> LayerParts:
+        parts, operations, stem = self.parts, self._operations, f"layers.{index}."
+
+        def product(name: str, activation: GridActivation | None = None) -> PackedMatrix:
+            weight, bias = files.take_matrix(f"{stem}{name}.weight"), files.take(f"{stem}{name}.bias")
+            return operations.linear(weight, bias, activation=activation)
+
+        before = self._norm(files, f"{stem}attention_norm", self._dtype)
+        mlp_norm = self._norm(files, f"{stem}mlp_norm", self._dtype)
+        qkv, o = product("qkv"), product("o")
+        if parts.is_gated:
+            matrix = files.take_matrix(f"{stem}gate.weight", f"{stem}up.weight")
+            up, _ = operations.gate_up(matrix, parts.hidden_act, files.take(f"{stem}gate.bias", f"{stem}up.bias"))
+        else:
+            up = product("up", parts.hidden_act)
+        is_windowed = bool(parts.window) and index not in parts.full_layers
+        return LayerParts(
+            input_norm=before,
+            qkv=qkv,
+            mix=AttentionParts(None, (parts.hidden_size // parts.num_attention_heads) ** -0.5),
+            o=o,
+            attention_out_norm=None,
+            mlp_norm=mlp_norm,
+            mlp=DenseParts(up, product("down")),
+            mlp_out_norm=None,
+            kind=int(is_windowed),
+        )
+
+    def _make_merger(self, files: WeightParts, stem: str) -> Merger:
+        linear = self._operations.linear
+        weight, bias = files.take_matrix(f"{stem}.first.weight"), files.take(f"{stem}.first.bias")
+        first = linear(weight, bias, activation="gelu")
+        weight, bias = files.take_matrix(f"{stem}.second.weight"), files.take(f"{stem}.second.bias")
+        return Merger(first, linear(weight, bias, out_dtype=FLOAT32))
+
+    @property
+    def variant(self) -> str:
+        """Return the names of the kernels in use; part of the fingerprint."""
+        return f"vision={self._patches.variant} {self._operations.variant}"
+
+    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return (rows, columns of their grid) of an image of this shape. Errors: InvalidRequestError."""
+        unit, most = self.parts.unit, self.parts.max_rows
+        if len(shape) != 3 or shape[2] != 3 or shape[0] % unit or shape[1] % unit:
+            expected = f"[height, width, 3] with multiples of {unit}"
+            raise InvalidRequestError(f"images for this model must have the shape {expected}; got {list(shape)}")
+        rows, columns = shape[0] // unit, shape[1] // unit
+        if rows * columns > most:
+            raise InvalidRequestError(
+                f"an image of {shape[1]} x {shape[0]} pixels has {rows * columns} rows for this model; at most {most} "
+                "are allowed"
+            )
+        return rows * columns, columns
+
+    def pixel_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the pixels of an image with so many rows."""
+        return 3 * self.parts.unit**2 * num_rows
+
+    def encode(self, pixels: UInt8s) -> Floats:
+        """Return the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
+        parts, merge = self.parts, self.parts.merge_size
+        height, width = pixels.shape[0] // parts.patch_size, pixels.shape[1] // parts.patch_size
+        places = _places(height, width, merge)
+        order = np.arange(len(places) // merge**2)
+        runs = [_runs(np.array([len(places)]))]
+        if parts.window:
+            order, lengths = _windows(height // merge, width // merge, parts.window)
+            runs.append(_runs(lengths * merge**2))
+        patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
+        places = places[patches]
+        given = to_floats(self._patches(rounded(self._cut(pixels)[patches], self._dtype)))
+        if self._table is not None:
+            given = given + stretched(self._table, parts.positions_per_side, places, (height, width))
+        rows = np.empty((len(order), self.width), np.float32)
+        rows[order] = self._run(np.ascontiguousarray(given), places, runs)
+        return rows
+
+    def _cut(self, pixels: UInt8s) -> Floats:
+        """Return the numbers [patches, patch_numbers] of an image, in the order of the rows that they become."""
+        parts, merge, side = self.parts, self.parts.merge_size, self.parts.patch_size
+        rows, columns = pixels.shape[0] // parts.unit, pixels.shape[1] // parts.unit
+        cut = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+        cut = np.broadcast_to(cut[:, :, :, :, :, None], (*cut.shape[:5], parts.frames, side, side))
+        values: Floats = self._pixels[np.arange(3)[:, None, None, None], cut]
+        return values.reshape(-1, parts.patch_numbers)
+
+    def _run(self, given: Floats, places: Ints, runs: Sequence[_Runs]) -> Floats:
+        """Return the rows [n, width] of patches [patches, hidden] at these places [patches, 2]."""
+        count, joined = len(given), self.parts.joined_size
+        self._reserve(max(int(run.blocks.max()) for run in runs) + 1)
+        work: list[AttentionPlan] = []
+        for planner, run in zip(self._planners, runs, strict=True):
+            work.append(planner(run.lengths, run.lengths, run.blocks, _BLOCK))
+        if len(work) > 1:
+            work[1].has_window_slots = True
+        index, nothing = np.arange(count), np.zeros(0, np.int64)
+        result = self._decoder(
+            -1 - index,
+            index,
+            runs[0].slots,
+            work,
+            self._cache,
+            nothing,
+            0,
+            None,
+            given,
+            None,
+            runs[-1].slots,
+            places,
+        )
+        merged = rounded(result.hidden_of(index), self._dtype).reshape(-1, joined)
+        rows = [self._merger(merged)]
+        if self._deep:
+            states = result.states_of(index)
+            for tap, (norm, merger) in enumerate(self._deep):
+                rows.append(merger(norm(np.ascontiguousarray(states[:, tap]).reshape(-1, joined))))
+        return np.concatenate(rows, 1)
+
+    def _reserve(self, num_blocks: int) -> None:
+        """Have a cache of at least this many blocks, for the K and V of one layer."""
+        if self._cache.num_blocks_of_all < num_blocks:
+            self._cache = self._operations.allocate_cache(num_blocks, _BLOCK)
+
+
+def _places(height: int, width: int, merge: int) -> Ints:
+    """Return the row and column [height * width, 2] of patches, in the order of the rows that they become."""
+    grid = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
+    cut = grid.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)
+    places: Ints = cut.reshape(-1, 2)
+    return places
+
+
+def _windows(height: int, width: int, window: int) -> tuple[Ints, Ints]:
+    """Return the order [height * width] of rows by windows, and the number of rows of each window."""
+    index = np.arange(height * width).reshape(height, width)
+    cut = [
+        index[row : row + window, column : column + window].reshape(-1)
+        for row in range(0, height, window)
+        for column in range(0, width, window)
+    ]
+    return np.concatenate(cut), np.array([len(one) for one in cut])
+
+
+def _runs(lengths: Ints) -> _Runs:
+    counts = -(-lengths // _BLOCK)
+    firsts = counts.cumsum() - counts + 1
+    blocks = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    return _Runs(lengths, np.repeat(firsts * _BLOCK, lengths) + within, blocks.astype(np.int32))
+
+
+def stretched(table: Floats, side: int, places: Ints, size: tuple[int, int]) -> Floats:
+    """Return the positions [n, width] float32 of patches at places [n, 2] of a grid of this size.
+
+    The table [side * side, width] is stretched over the grid, corners on corners, and read by linear interpolation.
+    """
+    one, taps, shares = np.float32(1), list[Ints](), list[Floats]()
+    for axis in range(2):
+        wide = places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size[axis] - 1, 1))
+        low = np.floor(wide)
+        taps.append(np.minimum(low.astype(np.int64)[:, None] + np.arange(2), side - 1))
+        distance = wide - low
+        shares.append(np.stack((one - distance, one - np.abs(distance - one)), 1))
+    total = np.zeros((len(places), table.shape[1]), np.float32)
+    for row in range(2):
+        for column in range(2):
+            share = shares[0][:, row] * shares[1][:, column]
+            total += table[taps[0][:, row] * side + taps[1][:, column]] * share[:, None]
+    return total
+
+
+def _config(parts: GridParts) -> ModelConfig:
+    """Return the sizes that operations need of a model."""
+    return ModelConfig(
+        architecture="vision",
+        vocab_size=1,
+        hidden_size=parts.hidden_size,
+        intermediate_size=parts.intermediate_size,
+        num_hidden_layers=parts.num_hidden_layers,
+        num_attention_heads=parts.num_attention_heads,
+        num_key_value_heads=parts.num_attention_heads,
+        head_dim=parts.hidden_size // parts.num_attention_heads,
+        rms_norm_eps=parts.norm_eps,
+        rope_theta=parts.rope_theta,
+        max_position_embeddings=parts.max_rows * parts.merge_size**2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype="float32",
+        has_head=False,
+        encoder=EncoderParts(num_positions=1, norms_follow=False),
+    )

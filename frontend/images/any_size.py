@@ -1,0 +1,108 @@
+"""AnySizeImages: images by the rules of Qwen's models: each keeps about its size and shape.
+
+Both sides become multiples of a unit, and the number of pixels stays between two bounds, as in transformers'
+processors. Images are resized by Pillow's bicubic filter, on 8 bits a colour, as in transformers' Pillow backend.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from ipc.errors import InvalidRequestError, ModelFileError
+from ipc.wire.feature_messages import FeatureLimits
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MARK = "<|image_pad|>"
+_ONLY = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "resample": 3,
+}  # 3 = bicubic
+_MOST_RATIO = 200  # of an image's sides
+
+
+class AnySizeImages(NamedTuple):
+    """The ImageRules of Qwen's models."""
+
+    unit: int  # pixels; a square of this side becomes one row
+    least: int  # pixels of an image
+    most: int
+    mark_id: int
+
+    @property
+    def mark(self) -> str:
+        """Return the text for an image in prompts, and for each of its tokens."""
+        return _MARK
+
+    @property
+    def token(self) -> str:
+        """Return the text of the token for a row of an image."""
+        return _MARK
+
+    def rows_of(self, shape: Sequence[int]) -> int:
+        """Return the number of tokens for an image of this shape."""
+        return (shape[0] // self.unit) * (shape[1] // self.unit)
+
+    def squares_of(self, image: "Image") -> Squares:
+        """Return an image in RGB as one rectangle. Errors: InvalidRequestError for one that is too long."""
+        from PIL.Image import Resampling
+
+        height, width = self.size_of(image.height, image.width)
+        resized = image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
+        return Squares([np.asarray(resized, np.uint8)], height // self.unit, width // self.unit)
+
+    def size_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return (height, width) of the rectangle that an image becomes. Errors: InvalidRequestError."""
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise InvalidRequestError(
+                f"an image of {width} x {height} pixels is too long for this model: one side may be at most "
+                f"{_MOST_RATIO} times the other"
+            )
+        unit = self.unit
+        rows, columns = round(height / unit), round(width / unit)
+        if rows * columns * unit**2 > self.most:
+            shrinks = math.sqrt(height * width / self.most)
+            rows = max(1, math.floor(height / shrinks / unit))
+            columns = max(1, math.floor(width / shrinks / unit))
+        elif rows * columns * unit**2 < self.least:
+            grows = math.sqrt(self.least / (height * width))
+            rows, columns = math.ceil(height * grows / unit), math.ceil(width * grows / unit)
+        return rows * unit, columns * unit
+
+    def text_of(self, num_rows: int, num_columns: int) -> str:
+        """Return the text for an image in the prompt."""
+        return _MARK * (num_rows * num_columns)
+
+
+def any_size_images(
+    settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
+) -> AnySizeImages:
+    """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
+    check_settings(settings, _ONLY)
+    unit, size = limits.image_size, settings.get("size") or {}
+    own = settings.get("patch_size", 14), settings.get("merge_size", 2)
+    if any(type(one) is not int for one in own) or own[0] * own[1] != unit or not limits.any_size:
+        raise ModelFileError(
+            f"{PROCESSOR_FILE}: patch_size and merge_size are {own[0]!r:.80} and {own[1]!r:.80}, but the vision "
+            f"encoder makes one row of {unit} x {unit} pixels"
+        )
+    if not isinstance(size, Mapping):
+        raise ModelFileError(f"{PROCESSOR_FILE}: size must be an object, got {size!r:.80}")
+    least = settings.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    most = settings.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    if any(type(one) is not int or one < 1 for one in (least, most)) or least > most:
+        raise ModelFileError(
+            f"{PROCESSOR_FILE}: size must have the fewest and the most pixels of an image as shortest_edge and "
+            f"longest_edge, got {least!r:.80} and {most!r:.80}"
+        )
+    if (mark_id := token_id(_MARK)) is None:
+        raise ModelFileError(f"tokenizer.json has no token {_MARK}")
+    most = min(most, limits.image_rows * unit**2)
+    return AnySizeImages(unit, min(least, most), most, mark_id)
