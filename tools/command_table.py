@@ -8,6 +8,8 @@ COMMANDS = {
     "embed": ("tools.commands.embed", "print the embeddings of texts, one JSON object a line"),
     "pull": ("tools.commands.pull", "download a model from the Hugging Face Hub, or update the cached copy"),
     "list": ("tools.commands.list", "list the models in the cache"),
+    "ps": ("tools.commands.ps", "list the models that a server with many has in memory"),
+    "stop": ("tools.commands.stop", "let a model of a server with many leave the memory"),
     "inspect": ("tools.commands.inspect", "say what a model's files hold, what it needs and what of it runs"),
     "rm": ("tools.commands.rm", "remove a model from the cache"),
     "serve": ("tools.commands.serve", "run an engine that clients connect to"),
@@ -44,7 +46,7 @@ COMMANDS = {
 #: Headings of --help; commands under no heading come last.
 GROUPS = {
     "ask a model": ("chat", "run", "generate", "embed"),
-    "models": ("pull", "list", "inspect", "rm"),
+    "models": ("pull", "list", "inspect", "rm", "ps", "stop"),
     "serve a model": ("serve", "worker", "route", "ray", "http"),
     "inspect and control a running engine": ("top", "explain", "control"),
     "prove, replay, measure": (

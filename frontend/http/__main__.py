@@ -16,15 +16,15 @@ import os
 import signal
 import socket
 import sys
+from functools import partial
 
 import msgspec
 import uvloop
 
 from frontend.http.process.json_log import log_as_json
-from frontend.http.process.options import EXIT_CUT, READY, TURNED, WorkerStart
-from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit
-from frontend.session import EngineHandle
-from ipc.errors import ConfigError, EngineCoreError
+from frontend.http.process.options import EXIT_CUT, MANY, READY, TURNED, WorkerStart
+from frontend.http.wire.server import HttpServer, one_model, open_engine, raise_file_limit
+from ipc.errors import EngineCoreError
 from ipc.wire.pipes import FrameReader
 
 #: Seconds after which a thread that computes gives Python's lock to the loop, if the loop waits for it.
@@ -46,18 +46,37 @@ def main() -> int:
         log_as_json()
     raise_file_limit()
     try:
-        engine = open_engine(start.connect)
-    except EngineCoreError as error:
+        if start.connect.startswith(MANY):
+            has_cut = uvloop.run(_serve_many(start, lease, report, is_draining=is_draining))
+        else:
+            has_cut = _serve_one(start, lease, report, is_draining=is_draining)
+    except EngineCoreError as error:  # of the engine's session, or of the store of responses
         _write(report, f"{error}\n".encode())
         return 1
+    return EXIT_CUT if has_cut else 0
+
+
+def _serve_one(start: WorkerStart, lease: int, report: int, *, is_draining: bool) -> bool:
+    engine = open_engine(start.connect)
     try:
-        has_cut = uvloop.run(_serve(start, engine, lease, report, is_draining=is_draining))
-    except ConfigError as error:  # of the store of responses
-        _write(report, f"{error}\n".encode())
-        return 1
+
+        async def serve() -> bool:
+            server = HttpServer(start.options, one_model(engine, start.options))
+            return await _serve(server, start, lease, report, is_draining=is_draining)
+
+        return uvloop.run(serve())
     finally:
         engine.close()
-    return EXIT_CUT if has_cut else 0
+
+
+async def _serve_many(start: WorkerStart, lease: int, report: int, *, is_draining: bool) -> bool:
+    from frontend.http.many.link import HostLink  # a server with one model needs none of this
+    from frontend.http.many.many_models import ManyModels
+    from frontend.http.many.pages import many_routes
+
+    link = await HostLink.open(start.connect.removeprefix(MANY))
+    server = HttpServer(start.options, partial(ManyModels, link=link), many_routes())
+    return await _serve(server, start, lease, report, is_draining=is_draining)
 
 
 def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
@@ -69,8 +88,7 @@ def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
     return None, False
 
 
-async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int, *, is_draining: bool) -> bool:
-    server = HttpServer(engine, start.options)
+async def _serve(server: HttpServer, start: WorkerStart, lease: int, report: int, *, is_draining: bool) -> bool:
     if is_draining:
         server.drain()
     loop = asyncio.get_running_loop()

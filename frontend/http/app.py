@@ -4,6 +4,7 @@ An answer of tokens is a Reply, which the pump writes without waiting here.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 
 from frontend.http.callers.access import check_host, find_key, origin_headers, preflight_headers
@@ -16,6 +17,7 @@ from frontend.http.replies.reply import Reply
 from frontend.http.request import JSON, Request, Response
 from frontend.http.route import Access, Route
 from frontend.http.routes import ROUTES
+from frontend.http.served import Served
 from frontend.http.service import MODEL_NOT_FOUND, Service
 from frontend.http.stored.runs import Follower
 from frontend.http.wire.exchange import Exchange, Message, Receive, Send
@@ -24,11 +26,11 @@ _log = logging.getLogger("engine_core.http")
 
 
 class App:
-    """The application of one service. A path must be spelled as in the table."""
+    """The application of one server. A path must be spelled as in the table."""
 
-    def __init__(self, service: Service, routes: Sequence[Route] = ROUTES) -> None:
-        self._service = service
-        service.description = json_bytes(describe(routes, service.options.root_path))
+    def __init__(self, served: Served, routes: Sequence[Route] = ROUTES) -> None:
+        self._served, self._shared = served, served.shared
+        served.description = json_bytes(describe(routes, self._shared.options.root_path))
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
@@ -51,17 +53,28 @@ class App:
         exchange = Exchange(scope, send, state["wire"])
         request = Request.of(scope, exchange)
         try:
-            answer = await self._result(request, receive)
-            if isinstance(answer, Response):
-                fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
-                await exchange.send_whole(answer.status, fields, answer.body)
-                self._service.note(request, answer)
+            try:
+                answer = await self._result(request, receive)
+                if isinstance(answer, Response):
+                    fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
+                    await exchange.send_whole(answer.status, fields, answer.body)
+                    self._note(request, answer)
+            finally:
+                state["body"].release()
+            if isinstance(answer, Reply):
+                await _until_end(answer, receive)
+            elif isinstance(answer, Follower):
+                await answer.write()
         finally:
-            state["body"].release()
-        if isinstance(answer, Reply):
-            await _until_end(answer, receive)
-        elif isinstance(answer, Follower):
-            await answer.write()
+            if request.on_end is not None:
+                request.on_end()
+
+    def _note(self, request: Request, answer: Response | Reply) -> None:
+        """Count and log a request that has ended."""
+        if request.service is None:  # it was refused before that
+            self._shared.note(request, answer, time.monotonic())
+        else:
+            request.service.note(request, answer)
 
     async def _result(self, request: Request, receive: Receive) -> Response | Reply | Follower | None:
         """Return the answer to a request; None if its body does not arrive, or its peer has left."""
@@ -81,7 +94,8 @@ class App:
             answer = await self._handle(request.row, request)
         except Exception as error:
             param = _prompt_field(request.row)
-            failure = http_error(error, max_model_len=self._service.max_model_len, prompt_param=param)
+            length = 0 if request.service is None else request.service.max_model_len
+            failure = http_error(error, max_model_len=length, prompt_param=param)
             if failure.status == 500:
                 _log.exception("request %s failed", request.id)
             answer = _failure(request, failure)
@@ -97,13 +111,18 @@ class App:
     async def _handle(self, row: Route, request: Request) -> Response | Reply | Follower:
         """Return the handler's answer, if the key's quota and the body's size allow it."""
         if row.method == "POST":
-            request.lease = self._service.quotas.begin(request.key)
-            await self._service.check_size(request)
-        return await self._answer(row, request)
+            request.lease = self._shared.quotas.begin(request.key)
+        if row.is_of_server:
+            answer: Response | Reply | Follower = await row.handler(self._served, request)
+            return answer
+        service = request.service = await self._served.service_for(request)
+        if row.method == "POST":
+            await service.check_size(request)
+        return await self._answer(service, row, request)
 
     def _attend(self, request: Request, reply: Reply) -> None:
         """Register a reply's end, and end it when its peer leaves."""
-        reply.on_closed = lambda: self._service.note(request, reply)
+        reply.on_closed = lambda: self._note(request, reply)
         if reply.is_ended:
             reply.on_closed()
         elif request.exchange.has_left:
@@ -113,27 +132,26 @@ class App:
 
     def _judge(self, request: Request) -> None:
         """Check a request's headers: host, route, key, content type. Errors: HttpError."""
-        service = self._service
-        request.meter = service.meter
-        check_host(request, service.options)
-        request.answer_headers += origin_headers(request, service.options)
+        shared = self._shared
+        request.meter = shared.meter
+        check_host(request, shared.options)
+        request.answer_headers += origin_headers(request, shared.options)
         if request.method == "OPTIONS" and len(request.answer_headers) > 1:
             request.row = _PREFLIGHT_ROUTE
             return
         row = request.row = self._route(request)
         request.route, request.error_body = row.path, row.error_body
         if row.access is Access.KEY:
-            request.key = find_key(request, service.keys)
+            request.key = find_key(request, shared.keys)
             if row.method == "POST":
-                service.quotas.check(request.key)
+                shared.quotas.check(request.key)
         if row.method == "POST":
-            service.standing.refuse_requests()
+            self._served.standing.refuse_requests()
             _check_content_type(request)
             _check_encoding(request)
 
-    async def _answer(self, row: Route, request: Request) -> Response | Reply | Follower:
+    async def _answer(self, service: Service, row: Route, request: Request) -> Response | Reply | Follower:
         """Return the handler's answer. An unknown model may be an adapter that was just loaded."""
-        service = self._service
         await service.adapters.catch_up()
         try:
             answer: Response | Reply | Follower = await row.handler(service, request)
@@ -204,12 +222,12 @@ def _check_encoding(request: Request) -> None:
         )
 
 
-async def _answer_preflight(service: Service, request: Request) -> Response:
+async def _answer_preflight(served: Served, request: Request) -> Response:
     """Allow requests from a page of an allowed origin."""
     return Response(b"", 204, headers=preflight_headers(request))
 
 
-_PREFLIGHT_ROUTE = Route("OPTIONS", "*", _answer_preflight, Access.OPEN)
+_PREFLIGHT_ROUTE = Route("OPTIONS", "*", _answer_preflight, Access.OPEN, is_of_server=True)
 
 
 async def _read_body(request: Request, receive: Receive) -> bool:

@@ -65,6 +65,8 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Render and tokenize a chat. context: tokens before it; None = none. Errors: HttpError, InvalidRequestError."""
     _check(service, body)
+    if (system := service.options.system) is not None and not _has_system(body):
+        body.messages = [{"role": "system", "content": system}, *body.messages]
     if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -78,6 +80,10 @@ async def prepare_chat(
 
     is_long = has_images(body.messages) or service.brings_template(body.chat_template)
     return await service.run(request, prepare, is_long=is_long)
+
+
+def _has_system(body: ChatBody) -> bool:
+    return any(message.get("role") in ("system", "developer") for message in body.messages)
 
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -64,6 +64,17 @@ def _without_nulls(body: Any) -> Any:
     return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
+class Answering(Protocol):
+    """What a request knows of the service that answers it."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Return the most tokens that a prompt and its output may have together."""
+
+    def note(self, request: "Request", answer: Any) -> None:
+        """Count a request that has ended."""
+
+
 class Request:
     """One HTTP request: its headers, and its body once it is complete.
 
@@ -98,6 +109,8 @@ class Request:
         self.key: Key | None = None
         self.lease: Lease | None = None  # of its key's quotas, once it is handled
         self.adapter: AdapterId | None = None  # named by the body's model
+        self.service: Answering | None = None  # of the model, once it is known
+        self.on_end: Callable[[], None] | None = None  # called once its answer has ended
         self.target = ""
         self.route = ""  # path of the row of the routing table
         self.meter: HttpMeter | None = None

@@ -23,7 +23,8 @@ class Route(NamedTuple):
     """One row. For a path that ends in "/", the rest of the request's path is its target; for one with {name}, what is
     there, without "/". access: KEY by default.
 
-    error_body: the form of errors, if it is not OpenAI's.
+    error_body: the form of errors, if it is not OpenAI's. is_of_server: the handler is called with the Served
+    instead of a Service, because it needs no model.
     """
 
     method: str
@@ -32,3 +33,4 @@ class Route(NamedTuple):
     access: Access = Access.KEY
     body: type[msgspec.Struct] | None = None
     error_body: Callable[[HttpError], bytes] = HttpError.body
+    is_of_server: bool = False

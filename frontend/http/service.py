@@ -1,7 +1,6 @@
 """Service: the state that all handlers share: the engine's session, the pump, the models' names and the bounds."""
 
 import asyncio
-import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,9 @@ from frontend.calls.choose import choose_form
 from frontend.client.client import EngineClient
 from frontend.engine.signs import trouble
 from frontend.http.bodies import SamplingFields
-from frontend.http.callers.access_log import AccessLog
-from frontend.http.callers.keys import KeyRing
-from frontend.http.callers.meter import HttpMeter
-from frontend.http.callers.quotas import Quotas
 from frontend.http.callers.spans import Spans
 from frontend.http.errors import HttpError, retry_after
-from frontend.http.holdings import Holdings, cost_of, sum_of
+from frontend.http.holdings import cost_of, sum_of
 from frontend.http.pages.recent_statistics import RecentStatistics
 from frontend.http.process.options import HttpOptions
 from frontend.http.replies.answer_format import AnswerFormat
@@ -26,18 +21,14 @@ from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
-from frontend.http.stored.runs import Runs
-from frontend.http.stored.store import ResponseStore
-from frontend.http.turns import Turns
+from frontend.http.shared import Shared
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
 from frontend.text.chat_template import render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import check_text_fits
-from frontend.text.request_templates import RequestTemplates
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CallFailedError, EngineCoreError
-from ipc.keys.signing import SigningKey
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.records.black_box import BlackBoxReader, find_black_box
 from ipc.wire.lora_messages import AdapterId, LoraAdapter
@@ -62,18 +53,24 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """One HTTP server's side of one engine. Created in the event loop that it runs in. store: None = none is kept."""
+    """One HTTP server's side of one engine. Created in the event loop that it runs in.
 
-    def __init__(self, engine: EngineHandle, options: HttpOptions, store: ResponseStore | None = None) -> None:
+    options: this model's. shared: what it has in common with the server's other models; None = it is the only one.
+    """
+
+    def __init__(self, engine: EngineHandle, options: HttpOptions, shared: Shared | None = None) -> None:
         self.engine = engine
-        self.store, self.runs = store, Runs()
+        self.shared = shared or Shared(options)
+        self._owns_shared = shared is None
+        self.store, self.runs = self.shared.store, self.shared.runs
         self.options = options
-        self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
+        self.turns = self.shared.turns
         self.pump = Pump(engine.client, self.turns)
         self.statistics = RecentStatistics(engine.client)
         self.description = b""  # of the routes, as JSON; set by the App
-        self.created = int(time.time())
-        self.standing = Standing(engine.client, options.hang_timeout)
+        self.created = self.shared.created
+        self.standing = Standing(engine.client, options.hang_timeout, self.shared)
+        self.services: Sequence[Service] = (self,)  # of this server, as Served has it
         welcome = engine.client.welcome
         self.adapters = ServedAdapters(engine.client)
         self.names = options.served_model_names or (_short_name(welcome.model_name),)
@@ -83,13 +80,9 @@ class Service:
         }
         self.form = choose_form(engine.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self.special_tokens = {} if engine.tokenizer is None else engine.tokenizer.special_tokens()
-        self.receipt_key = None if options.receipt_key is None else SigningKey(options.receipt_key)
-        self.keys = KeyRing(options.key_digests, options.api_key_file)
-        self.quotas = Quotas()
-        self.holdings = Holdings()
-        self._templates = RequestTemplates() if options.allow_request_templates else None
-        self.meter = HttpMeter()
-        self._access_log = AccessLog(options.log_format) if options.access_log else None
+        self.receipt_key = self.shared.receipt_key
+        self.holdings = self.shared.holdings
+        self.meter = self.shared.meter
         self.spans = Spans(options.otlp_traces_endpoint, self.names[0]) if options.otlp_traces_endpoint else None
         self.scrape: Callable[[], bytes] | None = None  # makes the page of /metrics; made at the first scrape
         self._token_json: dict[bool, TokenJson] = {}
@@ -189,17 +182,20 @@ class Service:
         """Return the function that renders a chat with a body's chat_template."""
         if not self.brings_template(template):
             return render_chat
-        assert self._templates is not None, "chat templates of callers are not allowed"
-        return self._templates.render
+        assert self.shared.templates is not None, "chat templates of callers are not allowed"
+        return self.shared.templates.render
 
     def close(self) -> None:
         """Stop background work."""
-        self.runs.close()
+        if self._owns_shared:
+            self.shared.close()
         self.pump.close()
         if self.spans is not None:
             self.spans.close()
-        if self._templates is not None:
-            self._templates.close()
+
+    async def service_for(self, request: Request) -> "Service":
+        """Return the service that answers a request: this one."""
+        return self
 
     def prepare(
         self,
@@ -306,12 +302,10 @@ class Service:
 
     def note(self, request: Request, answer: Response | Reply) -> None:
         """Count a request that has ended, and log it if enabled."""
-        now, reply = time.monotonic(), answer if isinstance(answer, Reply) else None
-        self.meter.count(request.route, request.method, answer.status, now - request.received_at)
-        if self._access_log is not None:
-            self._access_log.write(request, answer.status, reply)
+        now = time.monotonic()
+        self.shared.note(request, answer, now)
         if self.spans is not None:
-            self.spans.write(request, answer.status, reply, now)
+            self.spans.write(request, answer.status, answer if isinstance(answer, Reply) else None, now)
 
     def _most_tokens(self, one: PreparedRequest) -> int:
         """Return the most tokens that a request can take, including its prompt's and those of all beams."""
@@ -454,9 +448,8 @@ _TIMEOUT_S = 0.5
 class Standing:
     """The standing of one server with one engine. hang_timeout: see HttpOptions."""
 
-    def __init__(self, client: EngineClient, hang_timeout: float) -> None:
-        self.is_draining = False  # this server ends
-        self._client, self._hang_timeout = client, hang_timeout
+    def __init__(self, client: EngineClient, hang_timeout: float, shared: Shared) -> None:
+        self._client, self._hang_timeout, self._shared = client, hang_timeout, shared
         self.cached_block = 0  # tokens of a block of the engine's prefix cache; 0 = it has none, or has not said so yet
         self._not_taking = ""  # why the engine accepts no requests, from its last answer
         self._asking: asyncio.Future[None] | None = None
@@ -465,7 +458,7 @@ class Standing:
 
     def refuse_requests(self) -> None:
         """Do nothing while new requests are accepted. Errors: HttpError 503."""
-        if self.is_draining:
+        if self._shared.is_draining:
             raise HttpError(503, "the server is shutting down", headers=retry_after(1000))
         if self._client.error is not None:
             raise HttpError(503, "the engine is not running", headers=retry_after(1000))

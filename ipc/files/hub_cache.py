@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from ipc.errors import ModelFileError
 from ipc.files.hub_gguf import gguf_files, quantization_of
-from ipc.files.hub_name import HubName
+from ipc.files.hub_name import HubName, is_hub_name, parse_hub_name
+from ipc.files.model_files import resolve_model
 
 
 class CachedModel(NamedTuple):
@@ -22,6 +23,25 @@ class CachedModel(NamedTuple):
 def cached_models() -> list[CachedModel]:
     """Return the models in the cache by name, without network access. Errors: ModelFileError."""
     return sorted((model for repo in _scan().repos for model in _models(repo)), key=lambda model: str(model.name))
+
+
+def find_cached(model: str | None) -> str | None:
+    """Return `model`, with a name on the Hub replaced by its path in the cache. Nothing is downloaded.
+
+    Errors: ModelFileError for a name that is not in the cache.
+    """
+    if model is None or not is_hub_name(model):
+        return model
+    try:
+        return str(resolve_model(model))  # a file or folder of that name takes precedence
+    except ModelFileError:
+        wanted = parse_hub_name(model)
+    assert wanted is not None, model
+    for cached in cached_models():
+        name = cached.name
+        if name.repo == wanted.repo and (name.quantization or "").lower() == (wanted.quantization or "").lower():
+            return str(cached.path)
+    raise ModelFileError(f"{model} is no file or folder here, and not in the cache: engine-core pull {model}")
 
 
 def remove_cached(name: HubName) -> int:

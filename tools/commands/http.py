@@ -342,6 +342,11 @@ class HttpFront:
         assert self._worker is not None, "watch() before start()"
         self._worker.watch(loop)
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the worker has ended after drain()."""
+        return self._worker is not None and self._worker.has_ended
+
     def drain(self) -> None:
         """Accept no more requests; the worker ends after the last answer. Does not wait."""
         if self._worker is not None:
@@ -375,10 +380,11 @@ async def _serve(
     open_engine: "Callable[[], EngineHandle]", address: str, options: HttpOptions, bound: socket.socket
 ) -> bool:
     """Serve the engines at this address until a signal; return whether stopping cut answers."""
-    from frontend.http.process.comeback import follow_engines  # these need the extra
-    from frontend.http.wire.server import HttpServer
+    from frontend.http.process.comeback import EngineFollower  # these need the extra
+    from frontend.http.wire.server import HttpServer, one_model
 
-    server, loop = HttpServer(open_engine(), options), asyncio.get_running_loop()
+    engine, loop = open_engine(), asyncio.get_running_loop()
+    server = HttpServer(options, one_model(engine, options))
     url = url_of(bound, has_tls=options.ssl_certfile is not None)
 
     def on_signal() -> None:
@@ -391,10 +397,11 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    following = asyncio.create_task(follow_engines(server, address, open_engine, tell))
+    follower = EngineFollower(server, engine, options, open_engine)
+    following = asyncio.create_task(follower.follow(address, tell))
     try:
         await server.serve([bound], lambda: print(f"engine-core: HTTP at {url}", flush=True))
     finally:
         following.cancel()
-        server.service.engine.close()
+        follower.engine.close()
     return server.has_cut

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from core.model_files.inspection import Inspection, Needs, TypeUse, inspect_model
-from ipc.errors import ModelFileError
-from ipc.files.hub_cache import cached_models
-from ipc.files.hub_name import is_hub_name, parse_hub_name
+from ipc.files.hub_cache import find_cached
 from ipc.files.model_files import resolve_model
 from ipc.log_lines import counted
 from tools.commands.list import bytes_in_words
@@ -35,25 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parsed = parser.parse_args(arguments)
-    found = inspect_model(resolve_model(_in_cache(parsed.model)))
+    found = inspect_model(resolve_model(find_cached(parsed.model)))
     print(msgspec.json.encode(found).decode() if parsed.json else "\n".join(_lines(found)))
     return 0 if found.runs_with else EXIT_REFUSED
-
-
-def _in_cache(model: str | None) -> str | None:
-    """Return `model`, with a name on the Hub replaced by its path in the cache. Nothing is downloaded."""
-    if model is None or not is_hub_name(model):
-        return model
-    try:
-        return str(resolve_model(model))  # a file or folder of that name takes precedence
-    except ModelFileError:
-        wanted = parse_hub_name(model)
-    assert wanted is not None, model
-    for cached in cached_models():
-        name = cached.name
-        if name.repo == wanted.repo and (name.quantization or "").lower() == (wanted.quantization or "").lower():
-            return str(cached.path)
-    raise ModelFileError(f"{model} is no file or folder here, and not in the cache: engine-core pull {model}")
 
 
 def _lines(found: Inspection) -> list[str]:

@@ -26,7 +26,7 @@ from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStartError
-from ipc.log_lines import counted, log_line
+from ipc.log_lines import LogFormat, counted, log_line
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.workers import master_address, num_machines
@@ -34,7 +34,7 @@ from ipc.wire.sockets import hold_private_address, private_ipc_address, remove_p
 from tools.commands.control import write_owner_file
 from tools.commands.http import HttpFront, add_http_options, http_address
 from tools.flags.address import default_address, fresh_owner_file
-from tools.flags.options import ArgumentParser, add_engine_options, engine_options
+from tools.flags.options import ArgumentParser, add_engine_options, bytes_argument, engine_options
 from tools.service.metrics import measuring, served_metrics
 from tools.service.notify import keep_watchdog, notify
 from tools.service.start import phase_printer
@@ -53,6 +53,12 @@ def main(arguments: Sequence[str]) -> int:
     options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
+    if parsed.models is not None:
+        # Imported here: it imports what tells the sizes of models, which this process does not need otherwise.
+        from tools.commands.serve_models import serve_models
+
+        parsed.log_format = options.get("log_format", "text")
+        return serve_models(parsed, options, _teller_in(parsed.log_format))
     config = config_from_options(**options)
     if parsed.node_rank:
         # Imported here: it imports parts of the engine that this process does not need otherwise.
@@ -97,10 +103,22 @@ def main(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         prog="engine-core serve",
-        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
+        usage="engine-core serve [MODEL | --models FILE] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
         description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument(
+        "--models",
+        metavar="FILE|FOLDER|NAMES",
+        help="serve several models: a TOML file, a folder of models, or names with commas between them "
+        "(docs/many_models.md)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=bytes_argument,
+        metavar="BYTES",
+        help="with --models: memory for all models; default: 80 %% of the machine's",
+    )
     parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
     parser.add_argument(
         "--listen",
@@ -253,9 +271,12 @@ def _describe(process: EngineProcess) -> str:
 
 def _teller(config: EngineConfig) -> Callable[[str], None]:
     """Return a function that prints a line of news in the log's format."""
+    return _teller_in(config.log_format)
 
+
+def _teller_in(form: LogFormat) -> Callable[[str], None]:
     def tell(text: str) -> None:
-        print(log_line(config.log_format, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
+        print(log_line(form, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
 
     return tell
 

@@ -111,8 +111,6 @@ NUMBER_FLAGS = {
 
 #: Command of another engine -> what to do instead.
 COMMANDS: dict[str, str] = {
-    "stop": "to end a served engine: engine-core control drain",
-    "ps": "to see a served engine: engine-core top",
     "show": "to see what a served model is: engine-core explain, or /v1/models of serve --http",
     "ls": "engine-core list",
     "download": "engine-core pull",

@@ -2,7 +2,8 @@
 
 A keys file has a line for each key: `NAME SHA256 [LIMIT=VALUE ...]`, with the hex digest of the key, so that the file
 reveals no key. Limits: models=a,b; concurrent=N, concurrent requests; rpm=N and tpm=N, requests and tokens a minute;
-max_tokens=N; min_priority=N. The file is read again when it changes; a file with an error changes nothing.
+max_tokens=N; min_priority=N. With manage=1 a key may change the models of a server with many. The file is read again
+when it changes; a file with an error changes nothing.
 """
 
 import hashlib
@@ -33,6 +34,7 @@ class Key(msgspec.Struct, frozen=True):
     tpm: int | None = None
     max_tokens: int | None = None
     min_priority: int | None = None
+    manages: bool = False  # it may change a server's models, and say how long they stay in memory
 
 
 def digest_of(secret: str) -> str:
@@ -49,7 +51,7 @@ class KeyRing:
 
     def __init__(self, digests: Iterable[str] = (), path: str | None = None) -> None:
         self._path = path
-        self._own = [Key(f"key{index}", bytes.fromhex(one)) for index, one in enumerate(digests)]
+        self._own = [Key(f"key{index}", bytes.fromhex(one), manages=True) for index, one in enumerate(digests)]
         self._version: object = None
         self._keys: list[Key] = list(self._own)
         if path is not None:
@@ -112,10 +114,12 @@ def _read_line(words: list[str], place: str) -> Key:
         name, _, value = word.partition("=")
         if name == "models":
             limits[name] = tuple(value.split(","))
+        elif word == "manage=1":
+            limits["manages"] = True
         elif name in _LIMITS and _LIMIT.fullmatch(value) and (name == "min_priority" or int(value) > 0):
             limits[name] = int(value)
         else:
-            text = f"{place}: {word!r:.80} is not a limit; known: models=a,b and {', '.join(_LIMITS)}=N"
+            text = f"{place}: {word!r:.80} is not a limit; known: models=a,b, manage=1 and {', '.join(_LIMITS)}=N"
             raise ConfigError(f"{text}, above 0 except for min_priority")
     return Key(words[0], digest, **limits)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""follow_engines(): serve the next engine at an address when the present one does not come back.
+"""EngineFollower: serve the next engine at an address when the present one does not come back.
 
 If an engine dies and is restarted, the session survives the pause. A session ends when an engine or a router was
 stopped orderly, or did not come back in time. Until another one answers there, requests get 503.
@@ -9,31 +9,41 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from frontend.http.wire.server import HttpServer
+from frontend.http.process.options import HttpOptions
+from frontend.http.wire.server import HttpServer, one_model
 from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
 
 _LOOK_S = 0.5
 
 
-async def follow_engines(
-    server: HttpServer, address: str, open_engine: Callable[[], EngineHandle], on_news: Callable[[str], None]
-) -> None:
-    """Look for another engine whenever the present one is gone, until cancelled.
+class EngineFollower:
+    """engine: the present one. options: of its server. open_engine: opens a session with the next one, or raises."""
 
-    open_engine: opens a session with the engine at the address, or raises. on_news: called for both events.
-    """
-    while True:
-        await asyncio.sleep(_LOOK_S)
-        before = server.service.engine
-        if before.client.error is None or server.is_draining:
-            continue
-        on_news(f"the engine at {address} is gone ({before.client.error}); requests get 503 until one answers there")
-        while (engine := await _open(open_engine)) is None:
+    def __init__(
+        self, server: HttpServer, engine: EngineHandle, options: HttpOptions, open_engine: Callable[[], EngineHandle]
+    ) -> None:
+        self.engine = engine
+        self._server, self._options, self._open_engine = server, options, open_engine
+
+    async def follow(self, address: str, on_news: Callable[[str], None]) -> None:
+        """Look for another engine at the address whenever the present one is gone, until cancelled.
+
+        on_news: called for both events.
+        """
+        while True:
             await asyncio.sleep(_LOOK_S)
-        server.adopt(engine)
-        before.close()
-        on_news(f"an engine answers at {address}; requests are served again")
+            before = self.engine
+            if before.client.error is None or self._server.is_draining:
+                continue
+            gone = f"the engine at {address} is gone ({before.client.error})"
+            on_news(f"{gone}; requests get 503 until one answers there")
+            while (engine := await _open(self._open_engine)) is None:
+                await asyncio.sleep(_LOOK_S)
+            self.engine = engine
+            self._server.adopt(one_model(engine, self._options))
+            before.close()
+            on_news(f"an engine answers at {address}; requests are served again")
 
 
 async def _open(open_engine: Callable[[], EngineHandle]) -> EngineHandle | None:

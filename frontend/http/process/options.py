@@ -26,6 +26,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     checks_host: bool = True  # the server listens on this machine only, so that it knows its names
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers; "*" = all
+    system: str | None = None  # the system message of chats that have none
     root_path: str = ""  # path under which a proxy serves this server: "/llm"
     forwarded_allow_ips: tuple[str, ...] = ()  # addresses or networks of proxies whose X-Forwarded-For is trusted
     ssl_certfile: str | None = None  # PEM: the server's certificate chain; None = no TLS
@@ -44,6 +45,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
+#: The start of an address at which a host of many models listens (frontend/http/many/host.py).
+MANY = "models:"
 #: The exit status of a server that cut answers when it stopped: as for a program ended by SIGTERM.
 EXIT_CUT = 143
 #: Tells a started worker to accept no more requests and end after the last answer.
@@ -55,7 +58,9 @@ TURNED = b"."
 
 
 class WorkerStart(msgspec.Struct, frozen=True):
-    """The first message to a worker process. fds: the listening sockets that it inherits."""
+    """The first message to a worker process. connect: the engine's address, or MANY and the socket of a host of models.
+    fds: the listening sockets that it inherits.
+    """
 
     connect: str
     fds: tuple[int, ...]

@@ -35,6 +35,7 @@ class SupervisedWorker:
         self._hang_s = options.hang_timeout
         self._tell = on_news
         self._is_ending = False
+        self.has_ended = False  # after drain(), without a successor
         self._is_ready = False  # the present worker serves
         self._said = b""  # by a worker that does not serve yet
         self._signs = self._new_signs()  # of the present worker
@@ -107,6 +108,7 @@ class SupervisedWorker:
     def _on_death(self) -> None:
         self._forget()
         if self._is_ending:
+            self.has_ended = True
             for one in self._sockets:  # no process accepts there any more
                 close_http(one)
             return

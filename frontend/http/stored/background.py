@@ -121,7 +121,7 @@ async def _work_again(service: Service, run: Run, record: Record | None) -> None
     """Begin a response again, as soon as the engine takes it. record: None = it is read from the store."""
     pause_s = 0.0 if record is not None else _FIRST_PAUSE_S
     try:
-        while not service.standing.is_draining:
+        while not service.shared.is_draining:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _MAX_PAUSE_S)
             try:

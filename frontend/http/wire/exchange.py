@@ -65,11 +65,13 @@ class NoWire:
 class Exchange:
     """See the module's docstring.
 
-    on_writable: called once when a full connection accepts data again. on_left: called if the peer leaves before the
-    answer is complete.
+    wrap_whole: makes a whole answer the end of a stream that began before its answer was known; None = there is no such
+    stream. on_writable: called once when a full connection accepts data again. on_left: called if the peer leaves
+    before the answer is complete.
     """
 
     def __init__(self, scope: Message, send: Send, wire: Wire) -> None:
+        self.wrap_whole: Callable[[bytes], bytes] | None = None
         self.on_writable: Callable[[], None] | None = None
         self.on_left: Callable[[], None] | None = None
         self.is_complete = False
@@ -85,11 +87,17 @@ class Exchange:
 
     def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Write a whole answer."""
+        if self.wrap_whole is not None:
+            self.end(self.wrap_whole(body))
+            return
         self._head = self._whole_head(status, fields, len(body))
         self.end(body)
 
     async def send_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Send a whole answer; wait while the connection is full."""
+        if self.wrap_whole is not None:
+            self.end(self.wrap_whole(body))
+            return
         head = self._whole_head(status, fields, len(body))
         if not self._wire.is_full:
             self._head = head
@@ -101,7 +109,9 @@ class Exchange:
             await self._send(message)
 
     def begin(self, fields: Headers) -> None:
-        """Begin a stream of status 200. Its head leaves with the first part, which may be empty."""
+        """Begin a stream of status 200, if none has begun. Its head leaves with the first part, which may be empty."""
+        if self.wrap_whole is not None:
+            return
         if self._is_http_1_0 and self._scope["method"] != "HEAD":
             # The server would frame parts as chunks, which this peer does not support. It writes headers alone in
             # answer to HEAD, so the parts are written after such headers, and the end of the connection is their end.

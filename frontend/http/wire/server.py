@@ -20,7 +20,11 @@ from uvicorn.server import ServerState
 from frontend.http.app import App
 from frontend.http.errors import HttpError
 from frontend.http.process.options import HttpOptions
+from frontend.http.route import Route
+from frontend.http.routes import ROUTES
+from frontend.http.served import Served
 from frontend.http.service import Service
+from frontend.http.shared import Shared
 from frontend.http.stored.background import resume
 from frontend.http.stored.store import ResponseStore
 from frontend.http.wire.exchange import Message, Receive, Send
@@ -46,9 +50,11 @@ class HttpServer:
     in. Errors: ConfigError for a store of responses that cannot be used.
     """
 
-    def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
+    def __init__(
+        self, options: HttpOptions, serve: Callable[[Shared], Served], routes: Sequence[Route] = ROUTES
+    ) -> None:
+        """serve: returns what is served, given what all of its models share."""
         self.has_cut = False  # running answers were cut when the server stopped
-        self._options = options
         self._drain_s = options.drain_timeout
         self._bounds = Bounds(options.max_body_bytes, options.max_connections)
         self._bodies = HeldBodies(max(_MAX_HELD_BYTES, 2 * options.max_body_bytes))
@@ -57,26 +63,32 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
         self._store = _open_store(options)
-        self.service = Service(engine, options, self._store)
-        self._app = App(self.service)
+        self._routes = routes
+        self._shared = Shared(options, self._store)
+        self.served = serve(self._shared)
+        self._app = App(self.served, self._routes)
 
     def __call__(self, scope: Message, receive: Receive, send: Send) -> Coroutine[Any, Any, None]:
         """Answer one request, as ASGI has it."""
         return self._app(scope, receive, send)
 
-    def adopt(self, engine: EngineHandle) -> None:
-        """Serve this engine from now on, instead of one that is gone. Connections stay open."""
-        self.service.close()
-        self.service = Service(engine, self._options, self._store)
-        self.service.standing.is_draining = self.is_draining
-        self._app = App(self.service)
-        self._resuming = asyncio.get_running_loop().create_task(resume(self.service))
+    def adopt(self, serve: Callable[[Shared], Served]) -> None:
+        """Serve another engine from now on, instead of one that is gone. Connections stay open."""
+        self.served.close()
+        self._shared.runs.close()
+        self.served = serve(self._shared)
+        self._app = App(self.served, self._routes)
+        self._resuming = asyncio.get_running_loop().create_task(self._resume())
+
+    async def _resume(self) -> None:
+        for service in self.served.services:
+            await resume(service)
 
     async def serve(
         self, sockets: Sequence[socket.socket], on_ready: Callable[[], None], on_turn: Callable[[], None] = lambda: None
     ) -> None:
         """Serve until stop(), then end: see _end(). on_turn: called once a second, which shows that the loop turns."""
-        await resume(self.service)
+        await self._resume()
         for one in sockets:
             self._listeners.append(await self._listen(one))
         gc.collect()
@@ -92,7 +104,8 @@ class HttpServer:
                 self._tick()
             await self._end(sockets, on_turn)
         finally:
-            self.service.close()
+            self.served.close()
+            self._shared.close()
             if self._store is not None:
                 self._store.close()
 
@@ -111,7 +124,7 @@ class HttpServer:
 
     def drain(self) -> None:
         """Accept no more requests; let running answers end, at most drain_timeout seconds."""
-        self.service.standing.is_draining = True
+        self._shared.is_draining = True
         self._stop.set()
 
     def stop(self) -> None:
@@ -124,15 +137,20 @@ class HttpServer:
         """Return whether drain() or stop() was called."""
         return self._stop.is_set()
 
+    @property
+    def _is_answering(self) -> bool:
+        return not self._app.is_idle or any(service.pump.replies for service in self.served.services)
+
     def _make_protocol(self) -> HttpProtocol:
         return HttpProtocol(self._config, self._state, self._bounds, self._bodies)
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
-        self.service.keys.refresh()
+        self._shared.keys.refresh()
         sweep(self._connections)
         self._bodies.give_back()
-        self.service.standing.ask()
+        for service in self.served.services:
+            service.standing.ask()
 
     @property
     def _connections(self) -> "set[HttpProtocol]":
@@ -145,7 +163,7 @@ class HttpServer:
         process has open: a connection in its backlog would hang.
         """
         begin = ticked = time.monotonic()
-        while (self.service.pump.replies or not self._app.is_idle) and time.monotonic() - begin < self._drain_s:
+        while self._is_answering and time.monotonic() - begin < self._drain_s:
             if time.monotonic() - ticked > _TICK_S:
                 ticked = time.monotonic()
                 self._tick()
@@ -156,8 +174,9 @@ class HttpServer:
             listener.close()
             with one:
                 close_http(one)
-        self.has_cut = bool(self.service.pump.replies) or not self._app.is_idle
-        self.service.pump.fail_all(HttpError(503, "the server is shutting down"), time.monotonic())
+        self.has_cut = self._is_answering
+        for service in self.served.services:
+            service.pump.fail_all(HttpError(503, "the server is shutting down"), time.monotonic())
         for connection in list(self._connections):
             connection.shutdown()
         begin = time.monotonic()
@@ -193,6 +212,11 @@ def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:
     )
     config.load()
     return config
+
+
+def one_model(engine: EngineHandle, options: HttpOptions) -> Callable[[Shared], Service]:
+    """Return what HttpServer needs to serve the model of this engine."""
+    return lambda shared: Service(engine, options, shared)
 
 
 def open_engine(address: str, client_name: str = "http", chat_template: str | None = None) -> EngineHandle:

@@ -1,0 +1,48 @@
+"""Shared: what all models of one HTTP server have in common: keys, quotas, counts, bounds, stored responses."""
+
+import os
+import time
+
+from frontend.http.callers.access_log import AccessLog
+from frontend.http.callers.keys import KeyRing
+from frontend.http.callers.meter import HttpMeter
+from frontend.http.callers.quotas import Quotas
+from frontend.http.holdings import Holdings
+from frontend.http.process.options import HttpOptions
+from frontend.http.replies.reply import Reply
+from frontend.http.request import Request, Response
+from frontend.http.stored.runs import Runs
+from frontend.http.stored.store import ResponseStore
+from frontend.http.turns import Turns
+from frontend.text.request_templates import RequestTemplates
+from ipc.keys.signing import SigningKey
+
+
+class Shared:
+    """See the module's docstring. Created in the event loop that it is used in. store: None = none is kept."""
+
+    def __init__(self, options: HttpOptions, store: ResponseStore | None = None) -> None:
+        self.options = options
+        self.store, self.runs = store, Runs()
+        self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
+        self.created = int(time.time())
+        self.receipt_key = None if options.receipt_key is None else SigningKey(options.receipt_key)
+        self.keys = KeyRing(options.key_digests, options.api_key_file)
+        self.quotas = Quotas()
+        self.holdings = Holdings()
+        self.templates = RequestTemplates() if options.allow_request_templates else None
+        self.meter = HttpMeter()
+        self.is_draining = False  # this server ends
+        self._access_log = AccessLog(options.log_format) if options.access_log else None
+
+    def note(self, request: Request, answer: Response | Reply, now: float) -> None:
+        """Count a request that has ended, and log it if enabled. now: monotonic seconds."""
+        self.meter.count(request.route, request.method, answer.status, now - request.received_at)
+        if self._access_log is not None:
+            self._access_log.write(request, answer.status, answer if isinstance(answer, Reply) else None)
+
+    def close(self) -> None:
+        """Stop background work."""
+        self.runs.close()
+        if self.templates is not None:
+            self.templates.close()

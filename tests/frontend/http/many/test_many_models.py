@@ -1,0 +1,203 @@
+"""Many models behind one address, in real processes with made-up tokens."""
+
+import http.client
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.http.callers.keys import digest_of
+from ipc.files.model_files import resolve_model
+from tests.frontend.http.caller import Caller, serving, wait_for
+
+_OF_ALL = """
+model = "{model}"
+executor = "fake"
+executor_options = {{vocab_size = "49152", max_model_len = "4096", step_us = "{step_us}"}}
+kv_cache_memory_bytes = "{kv}"
+"""
+
+
+def table(name: str, *more: str, step_us: int = 4000, kv: str = "64M") -> str:
+    lines = _OF_ALL.format(model=resolve_model(None), step_us=step_us, kv=kv)
+    return "\n".join([f"[models.{name}]", lines, *more, ""])
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
+    """Two models fit at the same time."""
+    folder = tmp_path_factory.mktemp("many")
+    (folder / "keys").write_text(f"user {digest_of('user')} models=a,b\nowner {digest_of('owner')} manage=1\n")
+    path = folder / "models.toml"
+    models = (
+        table("a", 'aliases = ["first"]'),
+        table("b", 'system = "Be brief."'),
+        table("vectors", 'runner = "pooling"'),
+        table("big", kv="2G"),
+        '[models.absent]\nmodel = "org/absent"\n',
+    )
+    path.write_text('memory = "700M"\n' + "".join(models))
+    with serving("--models", str(path), "--api-key-file", str(folder / "keys")) as caller:
+        yield caller
+
+
+def post(many: Caller, path: str, body: Any, key: str = "owner", method: str = "POST") -> Any:
+    return many.call(method, path, body, {"authorization": f"Bearer {key}"})
+
+
+def chat(many: Caller, model: str, **fields: Any) -> Any:
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **fields}
+    return post(many, "/v1/chat/completions", body)
+
+
+def states(many: Caller) -> dict[str, str]:
+    listed = post(many, "/v1/models", None, method="GET").json["data"]
+    return {one["id"]: one["state"] for one in listed}
+
+
+def unload(many: Caller, *names: str) -> None:
+    for name in names:
+        assert post(many, "/api/generate", {"model": name, "keep_alive": 0}).json["done_reason"] == "unload"
+    wait_for(lambda: all(states(many)[name] == "unloaded" for name in names))
+
+
+def processes(pid: int, module: str) -> list[int]:
+    """The children of a process that run a module."""
+    found = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
+    return [one for one in found if module in Path(f"/proc/{one}/cmdline").read_bytes().decode().split("\0")]
+
+
+class Stream:
+    """A stream that is read line by line."""
+
+    def __init__(self, many: Caller, model: str, num_tokens: int) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", many.port, timeout=60)
+        body = {
+            "model": model,
+            "prompt": "Once",
+            "max_tokens": num_tokens,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        fields = {"content-type": "application/json", "authorization": "Bearer owner"}
+        self._connection.request("POST", "/v1/completions", json.dumps(body), fields)
+        self._answer = self._connection.getresponse()
+        self.texts, self.longest_gap_s = list[str](), 0.0
+
+    def read(self, count: int = 1 << 30) -> str:
+        """Read this many events, or all; return the text so far."""
+        last = time.monotonic()
+        for _ in range(count):
+            while not (line := self._answer.readline().strip()).startswith(b"data:"):
+                assert line == b"", line
+            now = time.monotonic()
+            self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
+            if line == b"data: [DONE]":
+                self._connection.close()
+                break
+            event = json.loads(line.removeprefix(b"data: "))
+            assert "error" not in event, event
+            self.texts += [one["text"] for one in event["choices"]]
+        return "".join(self.texts)
+
+
+def test_models_of_several_kinds_are_loaded_on_request(many: Caller) -> None:
+    assert set(states(many)) == {"a", "b", "vectors", "big", "absent"}
+    assert chat(many, "first").json["model"] == "first"
+    answer = post(many, "/v1/embeddings", {"model": "vectors", "input": "text"})
+    assert len(answer.json["data"][0]["embedding"]) > 1
+    assert {name for name, state in states(many).items() if state == "loaded"} == {"a", "vectors"}
+    shown = post(many, "/api/ps", None, method="GET").json["models"]
+    assert {one["name"] for one in shown} == {"a:latest", "vectors:latest"}
+    assert all(one["expires_at"] > "2026" and one["size"] > 64 << 20 for one in shown)
+
+
+def test_the_least_recently_used_one_leaves(many: Caller) -> None:
+    unload(many, *(name for name, state in states(many).items() if state == "loaded"))
+    for name in ("a", "b", "a"):
+        assert chat(many, name).status == 200
+    assert post(many, "/v1/embeddings", {"model": "vectors", "input": "text"}).status == 200
+    assert (states(many)["a"], states(many)["b"]) == ("loaded", "unloaded")
+
+
+def test_what_cannot_be_served_is_refused_by_name_and_size(many: Caller) -> None:
+    answer = chat(many, "big")
+    assert (answer.status, answer.headers["x-should-retry"]) == (507, "false")
+    assert (
+        "needs 2.4 GB (weights 0.0 MB, KV cache 2.1 GB); all models together may take 734.0 MB" in answer.body.decode()
+    )
+    answer = chat(many, "absent")
+    assert answer.status == 503
+    assert "engine-core pull org/absent" in answer.body.decode()
+    assert (chat(many, "zz").status, chat(many, "zz").json["error"]["code"]) == (404, "model_not_found")
+    assert chat(many, "a", keep_alive="soon").status == 400
+
+
+def test_a_key_limits_models_and_changes(many: Caller) -> None:
+    body = {"model": "vectors", "input": "text"}
+    assert post(many, "/v1/embeddings", body, "user").status == 403
+    listed = post(many, "/v1/models", None, "user", "GET").json["data"]
+    assert [one["id"] for one in listed] == ["a", "b"]
+    for path, change in (
+        ("/api/copy", {"source": "a", "destination": "c"}),
+        ("/api/pull", {"model": "a"}),
+        ("/api/create", {"model": "c", "from": "a"}),
+        ("/api/generate", {"model": "a", "keep_alive": 0}),
+    ):
+        answer = post(many, path, change, "user")
+        assert (answer.status, "manage=1" in answer.json["error"]) == (403, True), path
+    assert post(many, "/api/delete", {"model": "a"}, "user", "DELETE").status == 403
+
+
+def test_models_are_created_copied_and_deleted(many: Caller) -> None:
+    parameters = {"temperature": 0, "num_predict": 3, "num_ctx": 512}
+    made = {"model": "made", "from": "a", "system": "Be kind.", "parameters": parameters, "stream": False}
+    assert post(many, "/api/create", made).json == {"status": "success"}
+    asked = {"model": "made", "messages": [{"role": "user", "content": "Hello"}], "stream": False}
+    answer = post(many, "/api/chat", asked).json
+    plain = chat(many, "a").json["usage"]["prompt_tokens"]
+    assert (answer["eval_count"], answer["prompt_eval_count"] != plain) == (3, True)
+    loaded = post(many, "/api/delete", {"model": "made"}, method="DELETE")
+    assert (loaded.status, "unload it first" in loaded.json["error"]) == (400, True)
+    assert post(many, "/api/copy", {"source": "made", "destination": "twin"}).status == 200
+    unload(many, "made")
+    for name in ("made", "twin:latest"):
+        assert post(many, "/api/delete", {"model": name}, method="DELETE").status == 200
+    assert not {"made", "twin"} & set(states(many))
+
+
+def test_a_pull_without_network_says_so_by_name(many: Caller) -> None:
+    lines = [json.loads(line) for line in post(many, "/api/pull", {"model": "org/absent"}).body.splitlines()]
+    assert lines[0] == {"status": "pulling manifest"}
+    assert "org/absent was not downloaded" in lines[-1]["error"]
+    assert post(many, "/api/pull", {"model": "a", "stream": False}).json == {"status": "success"}
+
+
+def test_the_death_of_one_engine_does_not_disturb_the_others(many: Caller) -> None:
+    unload(many, *(name for name, state in states(many).items() if state == "loaded"))
+    alone = Stream(many, "b", 300).read()
+    (first,) = processes(many.process.pid, "core")
+    assert chat(many, "a").status == 200
+    (killed,) = set(processes(many.process.pid, "core")) - {first}
+    streams = [Stream(many, name, 300) for name in ("b", "a")]
+    for stream in streams:
+        stream.read(20)
+    os.kill(killed, signal.SIGKILL)
+    assert [stream.read() for stream in streams] == [alone, alone]
+    assert first in processes(many.process.pid, "core")
+
+
+def test_the_engines_survive_the_http_server(many: Caller) -> None:
+    assert chat(many, "a").status == 200
+    before = processes(many.process.pid, "core")
+    (worker,) = processes(many.process.pid, "frontend.http")
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: processes(many.process.pid, "frontend.http") not in ([], [worker]))
+    assert chat(many, "a").status == 200
+    assert processes(many.process.pid, "core") == before
