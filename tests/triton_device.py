@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from kernels.triton.device import INTERPRETED, NoDeviceError, find_device
+from tests.kernels.triton import tensor_core
 from tests.quick_interpreter import quicken
 
 if INTERPRETED:
     quicken()
+    tensor_core.install()
 
 
 def _found() -> torch.device | None:

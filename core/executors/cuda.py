@@ -70,6 +70,7 @@ class CudaExecutor:
                 max_model_len=config.max_model_len,
                 use_graphs=not config.enforce_eager,
                 most_alone=most_alone(config),
+                shares_blocks=not config.disable_cascade_attn,
                 **runner_sizes(config, self.info, self.grammars),
             )
 

@@ -173,7 +173,7 @@ def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: 
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
-    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form)
+    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form, config.numerics)
     return LoadedModel(model, weights.fingerprint, weights.label)
 
 

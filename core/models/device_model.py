@@ -4,13 +4,17 @@ from collections.abc import Iterable
 
 import torch
 
+from core import log
 from core.models.config import ModelConfig
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.triton_operations import TritonOperations
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError, UnsupportedModelError
+from ipc.options.model_options import Numerics
 from kernels.elements import Dtype
+from kernels.torch.tensors import DTYPES
+from kernels.triton.self_test import products_are_ordered
 
 _SMALLER = {
     WeightForm.DENSE: " (quantization='int8' halves them, 'stored' keeps those of a quantized file as they are)"
@@ -23,16 +27,23 @@ def device_model(
     dtype: Dtype,
     device: torch.device,
     form: WeightForm = WeightForm.DENSE,
+    numerics: Numerics = "L2",
 ) -> Llama:
     """Build the model on the device, with its matrices in this form.
+
+    A device whose products fail the self-test of numerics level L2 gets L0, which is said.
 
     Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
     tensors; OutOfMemoryError.
     """
     if missing := missing_on_device(config):
         raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {missing}; use device='cpu'")
+    is_exact = numerics == "L2" and products_are_ordered(device, DTYPES[dtype])
+    if numerics == "L2" and not is_exact:
+        log.say("engine-core: numerics level L0: this device's products depend on the shape of their tiles")
     try:
-        return Llama(config, weights, dtype, operations=TritonOperations(config, dtype, device, form))
+        operations = TritonOperations(config, dtype, device, form, is_exact=is_exact)
+        return Llama(config, weights, dtype, numerics, operations=operations)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"the model's weights do not fit the GPU{_SMALLER.get(form, '')}: {error}") from error
 

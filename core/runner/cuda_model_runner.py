@@ -31,7 +31,8 @@ from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Floats, Int32s, Ints, Positions, Rows
 from ipc.tables.rounding import ceil_div, round_up
 from kernels.memory.kv_cache import KVCache
-from kernels.triton.attention_work import TritonWork, shared_tokens, triton_work, work_columns
+from kernels.triton.attention_work import SPLIT, TritonWork, shared_tokens, triton_work, work_columns
+from kernels.triton.log_softmax import log_softmax
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
@@ -55,6 +56,8 @@ class StepColumns(NamedTuple):
     #: Pieces of one token that follow one another in a row and read its context together: the column TritonWork.shared.
     #: Empty: each reads its own.
     shared: tuple[Int32s, ...] = ()
+    #: Leading splits that all pieces of one token have in common: the column TritonWork.common. Empty: none.
+    common: tuple[Int32s, ...] = ()
 
 
 def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
@@ -88,6 +91,18 @@ def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: 
     lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
     pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
     return columns._replace(pieces=pieces, shared=(shared_tokens(alone, group_size),))
+
+
+def common_splits(plan: SchedulerOutput, columns: StepColumns, block_size: int) -> tuple[Int32s, ...]:
+    """Return the column of splits that several decoding rows of a step without drafts have in common, if there are any.
+
+    Fork partners may have a last block in common that is not full, so a split counts if it is whole in each context.
+    """
+    contexts = columns.context_lens[columns.num_tokens == 1]
+    if len(contexts) < 2:
+        return ()
+    count = min(plan.num_common_prefix_blocks * block_size, int(contexts.min()) - 1) // SPLIT
+    return (np.array([count], np.int32),) if count else ()
 
 
 def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColumns:
@@ -127,12 +142,14 @@ class CudaModelRunner(ModelRunner):
         use_graphs: bool = True,
         most_alone: int = 0,
         grammars: Grammars | None = None,
+        shares_blocks: bool = True,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
         only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
-        structured_outputs; None = no request has them. Errors: MemoryError if a cache cannot be allocated.
+        structured_outputs; None = no request has them. shares_blocks: read blocks that all rows have in common once for
+        all of them; no bit depends on it. Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
             model,
@@ -148,6 +165,7 @@ class CudaModelRunner(ModelRunner):
         self._llama, self._group_size = model, operations.group_size
         self._device = operations.device
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
+        self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
@@ -297,7 +315,10 @@ class CudaModelRunner(ModelRunner):
         in_plan = np.flatnonzero(self.table.advance(plan))
         ends = self.table.num_computed_tokens[plan.rows]
         if not len(plan.num_draft_tokens):
-            return step_columns(plan.rows, plan.num_scheduled_tokens, ends, in_plan)
+            columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends, in_plan)
+            if plan.num_common_prefix_blocks and self._shares_blocks:
+                return columns._replace(common=common_splits(plan, columns, self.block_size))
+            return columns
         columns = draft_columns(plan, ends, in_plan, self.most_alone, self._group_size)
         drafted = np.flatnonzero(plan.num_draft_tokens)
         rows, counts = plan.rows[drafted].astype(np.int64), plan.num_draft_tokens[drafted].astype(np.int64)
@@ -310,14 +331,16 @@ class CudaModelRunner(ModelRunner):
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample."""
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
-            (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared)
+            (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared, *columns.common)
         )
-        rows, positions, alone, tiles, counts, logits_rows, *shared = sent
+        rows, positions, alone, tiles, counts, logits_rows, *rest = sent
+        shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
         if self.graphs is not None and len(alone) == len(rows) and self.graphs.fits(len(rows)):
-            hidden = self.graphs(rows, positions, work.num_splits, *shared)
+            hidden = self.graphs(rows, positions, work.num_splits, shared, common)
         else:
             blocks, splits = self._tables.blocks, work.num_splits
-            hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, *shared))
+            given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
+            hidden = self._forward(given)
         return hidden, logits_rows
 
     def _decode(
@@ -325,17 +348,19 @@ class CudaModelRunner(ModelRunner):
         rows: torch.Tensor,
         positions: torch.Tensor,
         shared: torch.Tensor | None,
+        common: torch.Tensor | None,
         num_splits: int,
         hidden: torch.Tensor,
     ) -> None:
         """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
 
-        A row may have several, at consecutive positions; shared: see TritonWork. -1 is padding. Everything is on the
-        device, so that a CUDA graph can capture it.
+        A row may have several, at consecutive positions; shared, common: see TritonWork. -1 is padding. Everything is
+        on the device, so that a CUDA graph can capture it.
         """
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
-        hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared)))
+        work = TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared, common)
+        hidden.copy_(self._forward(work))
 
     def _forward(self, work: TritonWork) -> torch.Tensor:
         """Return the hidden states [T, hidden].
@@ -390,7 +415,7 @@ class CudaModelRunner(ModelRunner):
             temperatures = self.sampling.search_temperature[rows[searching]]
             divisors = self._tables.send(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
             which = self._tables.send(searching)
-            logits[which] = torch.log_softmax(logits[which] / divisors[:, None], -1)
+            logits[which] = log_softmax(logits[which], divisors)
 
     def _gather(self, logits: torch.Tensor, rows: Int32s, in_plan: Ints, searching: Ints) -> LogprobColumns | None:
         """Return the candidates of beam search rows. If there are any, this waits for the device."""

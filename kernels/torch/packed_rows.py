@@ -12,6 +12,9 @@ import torch
 from kernels.arrays import UInt8s
 from kernels.dequantize import BLOCK, BLOCK_SIZES, LEVELS
 
+#: Bytes in whose high bits the weights that follow are, if codes have four bits. A product takes the low bits of so
+#: many bytes, then the high ones, and so all weights in their order.
+HALF = 64
 _CHUNK = 1 << 24  # weights converted at a time; temporary tensors take about ten bytes per weight
 _LARGEST_CODE = 127  # for Q8_0
 _MOST_INVERSE = 2.0**127
@@ -20,7 +23,8 @@ _MOST_INVERSE = 2.0**127
 class PackedRows(NamedTuple):
     """Rows of `depth` weights, in groups with one scale each."""
 
-    # uint8 [rows, depth]; with four bits [rows, depth / 2]: column j, with column j + depth / 2 in the high bits
+    #: uint8 [rows, depth]; with four bits [rows, depth / 2]: byte j of each HALF bytes has weight j of 2 * HALF, with
+    #: weight j + HALF in the high bits.
     codes: torch.Tensor
     #: float16 [rows, depth / group]; with fine scales float32 [rows, depth / 256], multiplied by each group's fine
     #: scale.
@@ -93,7 +97,7 @@ def _narrowed(packed: PackedRows) -> PackedRows:
 
     The value of a group's smallest code becomes its minimum, which float32 holds exactly. Other rows are unchanged.
     """
-    if packed.depth % (2 * BLOCK):
+    if packed.depth % (2 * HALF):
         return packed
     codes = packed.codes.view(len(packed.codes), -1, packed.group)
     least = codes.amin(2)
@@ -131,7 +135,8 @@ def unpack(packed: PackedRows) -> torch.Tensor:
     """Return the weights float32 [rows, depth]."""
     codes = packed.codes
     if packed.in_4_bits:
-        codes = torch.cat((codes & 15, codes >> 4), 1)
+        halves = codes.view(len(codes), -1, HALF)
+        codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
     numbers = (codes.float() - packed.zero).view(len(codes), -1, packed.group)
     numbers *= _factors(packed.scales, packed.fine)
     if packed.minima is not None:
@@ -216,11 +221,12 @@ def _packed_k(codes: torch.Tensor, depth: int, bits: int, blocks: torch.Tensor) 
 
 
 def _in_bits(codes: torch.Tensor, depth: int, bits: int) -> torch.Tensor:
-    """Return codes [rows, blocks, weights] in PackedRows' layout. No group may be in both halves of a row."""
+    """Return codes [rows, blocks, weights] in PackedRows' layout."""
     codes = codes.reshape(len(codes), depth)
-    if bits == 8 or depth % (2 * BLOCK):
+    if bits == 8 or depth % (2 * HALF):
         return codes
-    return codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
+    halves = codes.view(len(codes), -1, 2, HALF)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
 
 
 def _halves(blocks: torch.Tensor, offset: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ import triton.language as tl
 from kernels.triton.device import dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+#: Columns of a tile's totals: the fewest that a product may have on all devices.
+TOTALS = tl.constexpr(16)
 
 
 @triton.jit
@@ -17,7 +19,7 @@ def load_queries(q, row, mine, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def before_tiles(sinks, head, mine, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return maximum [M] and total [M] before the first tile; with sinks, those of the heads' [M] sinks if mine.
+    """Return maximum [M] and totals [M, TOTALS] before the first tile; with sinks, those of the heads' sinks if mine.
 
     A sink is a score without a value: it takes part in the softmax.
     """
@@ -26,17 +28,26 @@ def before_tiles(sinks, head, mine, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constex
     if HAS_SINKS:
         maximum = tl.load(sinks + head, mask=mine, other=-float("inf")) * LOG2_E
         total = tl.where(maximum == -float("inf"), 0.0, 1.0)
-    return maximum, total
+    return maximum, tl.broadcast_to(total[:, None], (BLOCK_M, TOTALS))
+
+
+@triton.jit
+def first_of(totals):
+    """Return the first column [M] of totals [M, TOTALS]."""
+    return tl.sum(tl.where(tl.arange(0, TOTALS)[None, :] == 0, totals, 0.0), 1)
 
 
 # fmt: off
 @triton.jit
 def fold_tile(
-    queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
+    queries, own, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):
-    """Add the tokens from start on, BLOCK_N of them but none from end on, to maximum, total [M] and sums [M, BLOCK_D].
+    """Add the tokens from start on, BLOCK_N of them but none from end on, to maximum [M], totals and sums [M, BLOCK_D].
+
+    totals [M, TOTALS]: the sum of a row's weights, in each column. It is a product with ones, because a product's order
+    of summation does not depend on M, and that of tl.sum() may.
 
     own [M]: the queries' positions, -1 = no query. A token that a row does not see adds exact zeros to it. WINDOW:
     tokens that a row sees, including itself; 0 = all before it.
@@ -47,7 +58,7 @@ def fold_tile(
     row = ((block * 2 * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
     d = tl.arange(0, BLOCK_D)
     keys = tl.load(layer + row[None, :] + d[:, None], mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-    scores = dot(queries, keys, UPCAST) * scale
+    scores = dot(queries, keys, tl.zeros((own.shape[0], BLOCK_N), tl.float32)) * scale
     if HAS_CAP:
         # cap * tanh(score / cap), with an exponential that never overflows.
         small = tl.exp(-2.0 * tl.abs(scores) / soft_cap)
@@ -63,6 +74,24 @@ def fold_tile(
     shrunk = tl.exp2(maximum - finite)
     values_at = layer + KV_HEADS * BLOCK_SIZE * HEAD_DIM + row[:, None] + d[None, :]
     values = tl.load(values_at, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-    sums = sums * shrunk[:, None] + dot(weights.to(values.dtype), values, UPCAST)
-    return new_maximum, total * shrunk + tl.sum(weights, 1), sums
+    weights = weights.to(values.dtype)
+    totals = dot(weights, tl.full((BLOCK_N, TOTALS), 1.0, values.dtype), totals * shrunk[:, None])
+    return new_maximum, totals, dot(weights, values, sums * shrunk[:, None])
+
+
+@triton.jit
+def merged(maximum, total, sums, their_maximum, their_total, their_sums):
+    """Return maximum and total [M], and sums [M, D], with those of the next split."""
+    new_maximum = tl.maximum(maximum, their_maximum)
+    finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    shrunk = tl.exp2(maximum - finite)
+    factor = tl.exp2(their_maximum - finite)
+    total = total * shrunk + their_total * factor
+    return new_maximum, total, sums * shrunk[:, None] + their_sums * factor[:, None]
+
+
+@triton.jit
+def attention_of(total, sums):
+    """Return the result for total [M] and sums [M, D]. A sum that is 0 has no sign, however many splits it is from."""
+    return (sums + 0.0) / tl.where(total == 0, 1.0, total)[:, None]
 # fmt: on

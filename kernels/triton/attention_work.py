@@ -17,7 +17,7 @@ from kernels.triton.device import power_of_2
 SPLIT = 256
 
 #: Rows of a prefill program's products: tokens of a query tile x query heads per KV head, padded.
-PREFILL_ROWS = 64
+PREFILL_ROWS = 128
 
 
 class TritonWork(NamedTuple):
@@ -34,6 +34,9 @@ class TritonWork(NamedTuple):
     #: [n] for each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same
     #: request; 0 = an earlier token's program computes it. None: each has its own program.
     shared: torch.Tensor | None = None
+    #: [1] how many leading splits all of decode_tokens have in common: the same blocks, whole in each context. None: no
+    #: split is read for several. Not together with `shared`, and not for layers with a window.
+    common: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -69,9 +72,13 @@ def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
     return 64 if head_dim <= 128 else 32
 
 
-def prefill_options(dtype: torch.dtype) -> dict[str, int]:
-    """Return the compiler options of a prefill program: float32 products need more registers than 4 warps have."""
-    return {"num_warps": 8, "num_stages": 2} if dtype.itemsize == 4 else {"num_warps": 4, "num_stages": 3}
+#: Compiler options of a prefill program, which needs more registers than 4 warps have.
+PREFILL_OPTIONS = {"num_warps": 8, "num_stages": 2}
+
+
+def prefill_parts(head_dim: int) -> int:
+    """Return the programs of a query tile and KV head: more if the registers of one have no room for its sums."""
+    return 1 if head_dim <= 128 else 2
 
 
 class WorkColumns(NamedTuple):

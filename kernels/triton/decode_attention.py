@@ -10,26 +10,28 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tile import before_tiles, fold_tile, load_queries
+from kernels.triton.attention_tile import attention_of, before_tiles, first_of, fold_tile, load_queries, merged
 from kernels.triton.attention_work import SPLIT, TritonWork, decode_rows, kv_tile_tokens
-from kernels.triton.device import INTERPRETED, power_of_2
+from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.shared_prefix import shared_prefix
 
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_splits"])
 def decode_kernel(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
-    sinks, shared, num_splits,
+    sinks, shared, common, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SHARES: tl.constexpr,
-    UPCAST: tl.constexpr,
+    HAS_COMMON: tl.constexpr,
 ):
     """Compute one split of one token and KV head; if it SHARES, of as many tokens as `shared` says, or of none.
 
     DIRECT, for one split: the result goes to out. Otherwise the sums so far go to partial_sums [n, splits, H, D] and
-    partial_stats [n, splits, H, 2] (maximum, total), even for a split that sees nothing.
+    partial_stats [n, splits, H, 2] (maximum, total), even for a split that sees nothing. HAS_COMMON: not for those that
+    shared_prefix_kernel computes.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index = tl.program_id(0)
@@ -46,7 +48,10 @@ def decode_kernel(
         ahead = m // GROUP
         member = m % GROUP
     last = position + count - 1
-    if (split * SPLIT <= tl.maximum(last, 0)) & (count > 0):
+    first_split = 0
+    if HAS_COMMON:
+        first_split = tl.load(common)
+    if (split * SPLIT <= tl.maximum(last, 0)) & (count > 0) & (split >= first_split):
         # Padding has row -1 and position -1: it reads no table.
         table = tables + tl.maximum(tl.load(rows + token), 0).to(tl.int64) * table_width
         mine = m < GROUP * count
@@ -55,18 +60,19 @@ def decode_kernel(
         queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
         # The first split has the sinks, even if it sees nothing.
         having = m < tl.where(split == 0, GROUP * count, 0)
-        maximum, total = before_tiles(sinks, head * GROUP + member, having, HAS_SINKS, BLOCK_M)
+        maximum, totals = before_tiles(sinks, head * GROUP + member, having, HAS_SINKS, BLOCK_M)
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         end = tl.minimum((split + 1) * SPLIT, last + 1)
         low = split * SPLIT
         if WINDOW > 0:
             low = tl.maximum(tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N, low)
         for start in range(low, end, BLOCK_N):
-            maximum, total, sums = fold_tile(
-                queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
-                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP, UPCAST,
+            maximum, totals, sums = fold_tile(
+                queries, own, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
+                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP,
             )
         part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member
+        total = first_of(totals)
         _store(out, partial_sums, partial_stats, row, part, mine, maximum, total, sums, HEAD_DIM, BLOCK_D, DIRECT)
 
 
@@ -79,7 +85,7 @@ def _store(
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = mine[:, None] & (d < HEAD_DIM)
     if DIRECT:
-        result = sums / tl.where(total == 0, 1.0, total)[:, None]
+        result = attention_of(total, sums)
         tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
@@ -106,22 +112,18 @@ def merge_kernel(
     head = tl.program_id(1)
     token = tl.load(tokens + index).to(tl.int64)
     position = tl.load(positions + token)
-    d = tl.arange(0, BLOCK_D)
+    one = tl.zeros((1,), tl.int32)
+    d = tl.arange(0, BLOCK_D)[None, :]
     inside = d < HEAD_DIM
-    maximum = tl.full((), -float("inf"), tl.float32)
-    total = tl.zeros((), tl.float32)
-    sums = tl.zeros((BLOCK_D,), tl.float32)
+    maximum = tl.full((1,), -float("inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, BLOCK_D), tl.float32)
     for split in range(tl.maximum(position, 0) // SPLIT + 1):
         part = (index * num_splits + split) * HEADS + head
-        theirs = tl.load(partial_stats + part * 2)
-        new_maximum = tl.maximum(maximum, theirs)
-        finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        shrunk = tl.exp2(maximum - finite)
-        factor = tl.exp2(theirs - finite)
-        total = total * shrunk + tl.load(partial_stats + part * 2 + 1) * factor
-        sums = sums * shrunk + tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0) * factor
-        maximum = new_maximum
-    result = sums / tl.where(total == 0, 1.0, total)
+        theirs = tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0)
+        stats = partial_stats + part * 2
+        maximum, total, sums = merged(maximum, total, sums, tl.load(stats + one), tl.load(stats + 1 + one), theirs)
+    result = attention_of(total, sums)
     tl.store(out + (token * HEADS + head) * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -148,6 +150,17 @@ def decode_attention(
     assert q.is_contiguous(), q.stride()
     sums = torch.empty((parts, num_heads, head_dim), dtype=torch.float32, device=q.device)
     stats = torch.empty((parts, num_heads, 2), dtype=torch.float32, device=q.device)
+    constants = {
+        **shape,
+        "KV_HEADS": kv_heads,
+        "BLOCK_SIZE": cache.block_size,
+        "BLOCK_N": kv_tile_tokens(cache.head_dim, q.dtype),
+        "HAS_CAP": soft_cap is not None,
+        "HAS_SINKS": sinks is not None,
+    }
+    has_common = work.common is not None and work.window is None and work.shared is None and splits > 1
+    if has_common:
+        shared_prefix(q, cache, layer, work, (sums, stats), constants, scale=scale, soft_cap=soft_cap, sinks=sinks)
     decode_kernel[(count, kv_heads, splits)](
         q,
         out,
@@ -159,18 +172,14 @@ def decode_attention(
         soft_cap or 0.0,
         q if sinks is None else sinks,
         work.decode_tokens if work.shared is None else work.shared,
+        work.common if has_common else work.decode_tokens,
         splits,
-        **shape,
-        KV_HEADS=kv_heads,
-        BLOCK_SIZE=cache.block_size,
+        **constants,
         BLOCK_M=decode_rows(num_heads // kv_heads),
-        BLOCK_N=kv_tile_tokens(cache.head_dim, q.dtype),
         DIRECT=splits == 1,
         WINDOW=work.window or 0,
-        HAS_CAP=soft_cap is not None,
-        HAS_SINKS=sinks is not None,
         SHARES=work.shared is not None,
-        UPCAST=INTERPRETED,
+        HAS_COMMON=has_common,
     )
     if splits > 1:
         merge_kernel[(count, num_heads)](out, sums, stats, work.positions, work.decode_tokens, splits, **shape)

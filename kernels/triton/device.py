@@ -3,9 +3,12 @@
 Numbers that change from step to step are excluded from specialization (do_not_specialize). Otherwise Triton would
 compile one kernel for 1, one for multiples of 16, and one for the rest, each while requests wait.
 
-This package is imported only for device=cuda. The interpreter's dot products of bfloat16 are silently wrong, so in the
-interpreter every operand of one is converted to float32 first. On a device no operand is converted.
+This package is imported only for device=cuda. The interpreter's dot products of bfloat16 are silently wrong, and those
+of float32 depend on the size of a tile. Tests replace them by those of a tensor core (tests/kernels/triton/). Without
+that the interpreter runs in float32, at numerics level L0.
 """
+
+from functools import cache
 
 import torch
 import triton
@@ -16,6 +19,10 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 # No fused multiply-add: two roundings remain two, as in the C kernels and the references (Triton's default from 3.10).
 triton.knobs.language.default_fp_fusion = False
+
+
+#: Bytes of shared memory for a program of the largest tiles, plus some for the compiler.
+ROOM = 160 << 10
 
 
 class NoDeviceError(Exception):
@@ -42,18 +49,29 @@ def find_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def has_room(device: torch.device) -> bool:
+    """Return whether a program may have the shared memory that the largest tiles take: on 8.0, 9.0, 10.0."""
+    return device.type == "cuda" and shared_memory(device.index) >= ROOM
+
+
+@cache
+def shared_memory(index: int) -> int:
+    """Return the bytes of shared memory available to a program on a device."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
 def power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least number."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @triton.jit
-def dot(a, b, UPCAST: tl.constexpr):
-    """Compute a [M, K] @ b [K, N] -> [M, N] float32.
+def dot(a, b, sums):
+    """Return sums [M, N] float32 plus a [M, K] @ b [K, N].
 
-    float32 operands are not truncated to TF32. UPCAST: INTERPRETED.
+    Tensor cores add 16 neighbours of K at a time to each sum (8 on compute capability 8), in ascending order, and a
+    float32 product adds one at a time. So if all products of a number go through one chain of sums, its bits depend
+    neither on M and N nor on how K is split into tiles. Numerics level L2 rests on this. float32 operands are not
+    truncated to TF32.
     """
-    if UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, sums, input_precision="ieee")

@@ -1,7 +1,7 @@
 """The products of experts in Triton: gate and up with their activation, and down. A program computes part of one tile.
 
-The reference is kernels/torch/experts.py. A pair's numbers depend only on its own token, and their order of summation
-on the tile's shape, which is chosen by the number of tokens.
+The reference is kernels/torch/experts.py. A pair's numbers depend only on its own token: each is one chain of sums, in
+ascending order of K, in tiles of every shape; see dot() in device.py.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.device import INTERPRETED, dot
+from kernels.triton.device import dot
 from kernels.triton.expert_tiles import ExpertTiles
 from kernels.triton.gated_activation import gated
 
@@ -74,7 +74,6 @@ def _tile_and_columns(TILES_N: tl.constexpr):
 @triton.jit
 def _multiply(
     x, weight, DEPTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Multiply rows of DEPTH numbers at x [BLOCK_M] with those at weight [BLOCK_N] -> [BLOCK_M, BLOCK_N] float32."""
     k = tl.arange(0, BLOCK_K)
@@ -88,7 +87,7 @@ def _multiply(
         else:
             rows = tl.load(x + start, mask=(start + k < DEPTH)[None, :], other=0.0)
             columns = tl.load(weight + start, mask=(start + k < DEPTH)[:, None], other=0.0)
-        total += dot(rows, columns, UPCAST)
+        total = dot(rows, columns, total)
     return total
 
 
@@ -97,7 +96,6 @@ def gate_up_kernel(
     x, weight, bias, order, bounds, out,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, NUM_CHOSEN: tl.constexpr, FUNCTION: tl.constexpr,
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Compute f(gate) * up of a tile's tokens, for BLOCK_N // 2 columns. Columns of gate and up alternate."""
     HALF: tl.constexpr = BLOCK_N // 2
@@ -113,7 +111,7 @@ def gate_up_kernel(
     column = tl.minimum(part * HALF + n // 2, WIDTH - 1) + n % 2 * WIDTH
     total = _multiply(
         x + token * HIDDEN, weight + expert * (2 * WIDTH * HIDDEN) + column.to(tl.int64) * HIDDEN,
-        HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+        HIDDEN, BLOCK_M, BLOCK_N, BLOCK_K,
     )
     if HAS_BIAS:
         total += tl.load(bias + expert * (2 * WIDTH) + column).to(tl.float32)[None, :]
@@ -128,7 +126,7 @@ def gate_up_kernel(
 def down_kernel(
     x, weight, bias, order, bounds, out,
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     """Compute BLOCK_N columns of a tile's results.
 
@@ -146,7 +144,7 @@ def down_kernel(
     read = tl.minimum(column, HIDDEN - 1)
     total = _multiply(
         x + inside.to(tl.int64) * WIDTH, weight + expert * (HIDDEN * WIDTH) + read.to(tl.int64) * WIDTH,
-        WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+        WIDTH, BLOCK_M, BLOCK_N, BLOCK_K,
     )
     if HAS_BIAS:
         total += tl.load(bias + expert * HIDDEN + read).to(tl.float32)[None, :]
@@ -184,7 +182,6 @@ def gate_up_products(
         NUM_CHOSEN=num_chosen,
         FUNCTION=function,
         HAS_BIAS=bias is not None,
-        UPCAST=INTERPRETED,
         **shape.options,
     )
     return out
@@ -204,7 +201,6 @@ def down_products(x: torch.Tensor, product: StackedProduct, tiles: ExpertTiles, 
         WIDTH=x.shape[1],
         HIDDEN=hidden,
         HAS_BIAS=bias is not None,
-        UPCAST=INTERPRETED,
         **shape.options,
     )
     return out

@@ -1,23 +1,20 @@
 """TritonExperts: a routed MLP on a device. It never waits for the host, so that a CUDA graph can capture it.
 
-The router's products and those of a shared expert are torch's own, at numerics level L0.
+Its numerics level is that of the router's product and of the shared expert's.
 """
 
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import triton
 
 from kernels.routing import Routing
 from kernels.torch.linear import Operation
 from kernels.triton.choose_experts import ChosenExperts
+from kernels.triton.device import has_room
 from kernels.triton.expert_products import StackedProduct, down_products, gate_up_products, tile_shape
 from kernels.triton.expert_sum import expert_sum
-from kernels.triton.linear import DeviceLinear, DeviceRouter
-
-#: Bytes of shared memory for a program of expert_products.MANY, plus some for the compiler.
-ROOM = 160 << 10
+from kernels.triton.linear import DeviceLinear
 
 
 class DeviceExpert(Protocol):
@@ -41,7 +38,7 @@ class TritonExperts:
 
     def __init__(
         self,
-        router: DeviceRouter,
+        router: DeviceLinear,
         experts: Sequence[DeviceExpert],
         routing: Routing,
         shared: DeviceExpert | None,
@@ -57,9 +54,10 @@ class TritonExperts:
         self.down = stacked([expert.down for expert in experts])
         device = self.down.weight.device
         self._choose = ChosenExperts(routing, len(experts), device)
-        self._has_room = device.type == "cuda" and _shared_memory(device) >= ROOM
+        self._has_room = has_room(device)
         # A sum needs no more digits of the shared expert's result than of the others'.
-        self._shared_down = None if shared is None else DeviceLinear(shared.down.weight, shared.down.bias)
+        down = None if shared is None else shared.down
+        self._shared_down = None if down is None else DeviceLinear(down.weight, down.bias, product=down.product)
 
     @property
     def variant(self) -> str:
@@ -92,8 +90,3 @@ def stacked(products: Sequence[DeviceLinear]) -> StackedProduct:
         product.weight = own  # frees the old memory
     biases = [product.bias for product in products if product.bias is not None]
     return StackedProduct(weight, torch.stack(biases) if biases else None)
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory available to a program."""
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

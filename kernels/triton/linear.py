@@ -1,16 +1,42 @@
-"""DeviceLinear and DeviceRouter: linear layers with torch's own product on the device, at numerics level L0.
+"""DeviceLinear: a linear layer on the device, with the ordered product (numerics level L2) or torch's own (L0).
 
-How the product sums over K depends on the number of rows.
+How torch's product sums over K depends on the number of rows.
 """
+
+from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
+
+from kernels.triton.ordered_product import ordered_product
 
 # Sums are float32, even if a sum over K is split. float32 operands are not truncated to TF32, even if the environment
 # requests it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers).
 torch.set_float32_matmul_precision("highest")
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+class DeviceProduct(Protocol):
+    """ordered_product() or torch_product()."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Write x [T, in] @ weight.T [in, out] plus bias into out [T, out], and return it."""
+
+
+def torch_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Write x @ weight.T plus bias into out, like ordered_product(), with torch's product."""
+    if out.dtype == weight.dtype:
+        if bias is None:
+            return torch.mm(x, weight.T, out=out)
+        return torch.addmm(bias.to(weight.dtype), x, weight.T, out=out)
+    if x.is_cuda:
+        torch.mm(x, weight.T, out_dtype=out.dtype, out=out)
+    else:  # torch has that product only on CUDA
+        out.copy_(linear(x.float(), weight.float()))
+    return out if bias is None else out.add_(bias)
 
 
 class DeviceLinear:
@@ -20,39 +46,22 @@ class DeviceLinear:
     """
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        product: DeviceProduct = ordered_product,
     ) -> None:
-        self.weight, self.out_dtype = weight.contiguous(), out_dtype or weight.dtype
-        self.bias = None if bias is None else bias.to(weight.dtype)
+        self.weight, self.out_dtype, self.product = weight.contiguous(), out_dtype or weight.dtype, product
+        self.bias = None if bias is None else bias.to(self.out_dtype)
 
     @property
     def variant(self) -> str:
         """Return the name of the product, for reports."""
-        return f"torch-{self.weight.device.type}"
+        name = "torch" if self.product is torch_product else "ordered"
+        return f"{name}-{self.weight.device.type}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x [T, in] -> [T, out] with out_dtype."""
-        return linear(x, self.weight, self.bias).to(self.out_dtype)
-
-
-class DeviceRouter:
-    """The product of a routed MLP's router, y = x @ weight.T + bias: float32, not rounded to the weight's dtype.
-
-    weight [out, in]; bias [out] float32.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight, self._bias = weight.contiguous(), bias
-
-    @property
-    def variant(self) -> str:
-        """Return the name of the product, for reports."""
-        return f"torch-{self._weight.device.type}"
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [T, in] -> [T, out] float32."""
-        if x.is_cuda and x.dtype != torch.float32:
-            y = torch.mm(x, self._weight.T, out_dtype=torch.float32)
-        else:  # torch has that product only on CUDA
-            y = linear(x.float(), self._weight.float())
-        return y if self._bias is None else y.add_(self._bias)
+        out = torch.empty(len(x), len(self.weight), dtype=self.out_dtype, device=x.device)
+        return self.product(x.contiguous(), self.weight, self.bias, out)

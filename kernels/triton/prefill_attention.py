@@ -4,9 +4,17 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tile import before_tiles, fold_tile, load_queries
-from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, prefill_options, tile_tokens
-from kernels.triton.device import INTERPRETED, power_of_2
+from kernels.triton.attention_tile import TOTALS, attention_of, before_tiles, first_of, fold_tile, load_queries, merged
+from kernels.triton.attention_work import (
+    PREFILL_OPTIONS,
+    PREFILL_ROWS,
+    SPLIT,
+    TritonWork,
+    kv_tile_tokens,
+    prefill_parts,
+    tile_tokens,
+)
+from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 
 
@@ -16,9 +24,14 @@ def prefill_kernel(
     q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
 ):
-    """Compute one tile, consecutive tokens of one request with the query heads of one KV head, in each program."""
+    """Compute one tile, consecutive tokens of one request with the query heads of one KV head, in each program.
+
+    A program of several computes BLOCK_M rows of the tile.
+
+    The context is summed in the splits of decode_kernel, so that a token has the same bits alone in its step.
+    """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -26,24 +39,36 @@ def prefill_kernel(
     count = tl.load(tile_counts + tile)
     first = tl.load(positions + token)
     table = tables + tl.load(rows + token).to(tl.int64) * table_width
-    m = tl.arange(0, BLOCK_M)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     mine = m // GROUP < count
     own = tl.where(mine, first + m // GROUP, -1)
     row = (token.to(tl.int64) + m // GROUP) * HEADS + head * GROUP + m % GROUP
     queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
-    maximum, total = before_tiles(sinks, head * GROUP + m % GROUP, mine, HAS_SINKS, BLOCK_M)
+    # The first split has the sinks, even if a window has left it.
+    maximum, totals = before_tiles(sinks, head * GROUP + m % GROUP, mine, HAS_SINKS, BLOCK_M)
+    total = first_of(totals)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end = first + count
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-    for start in range(low, end, BLOCK_N):
-        maximum, total, sums = fold_tile(
-            queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
-            KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP, UPCAST,
-        )
+    for begin in range(low // SPLIT * SPLIT, end, SPLIT):
+        if begin == 0:
+            their_maximum, totals = maximum, tl.broadcast_to(total[:, None], (BLOCK_M, TOTALS))
+            maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+        else:
+            their_maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+            totals = tl.zeros((BLOCK_M, TOTALS), tl.float32)
+        their_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in range(tl.maximum(begin, low), tl.minimum(begin + SPLIT, end), BLOCK_N):
+            their_maximum, totals, their_sums = fold_tile(
+                queries, own, their_maximum, totals, their_sums, layer, table, start, end, head, scale, soft_cap,
+                KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP,
+            )
+        maximum, total, sums = merged(maximum, total, sums, their_maximum, first_of(totals), their_sums)
     d = tl.arange(0, BLOCK_D)[None, :]
-    result = sums / tl.where(total == 0, 1.0, total)[:, None]
+    result = attention_of(total, sums)
     inside = mine[:, None] & (d < HEAD_DIM)
     tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
 # fmt: on
@@ -69,8 +94,9 @@ def prefill_attention(
         return
     assert q.is_contiguous(), q.stride()
     group = num_heads // cache.num_kv_heads
-    block_m = max(PREFILL_ROWS, tile_tokens(group) * power_of_2(group))
-    prefill_kernel[(num_tiles, cache.num_kv_heads)](
+    parts = prefill_parts(cache.head_dim)
+    block_m = max(PREFILL_ROWS, tile_tokens(group) * power_of_2(group)) // parts
+    prefill_kernel[(num_tiles, cache.num_kv_heads, parts)](
         q,
         out,
         cache.layers[layer],
@@ -93,6 +119,6 @@ def prefill_attention(
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks is not None,
-        UPCAST=INTERPRETED,
-        **prefill_options(q.dtype),
+        SPLIT=SPLIT,
+        **PREFILL_OPTIONS,
     )

@@ -1,4 +1,4 @@
-"""TritonOperations: a model's operations on a device: Triton kernels, and torch's products.
+"""TritonOperations: a model's operations on a device: Triton kernels, or torch's products at numerics level L0.
 
 This module imports triton, so import it only for device=cuda.
 """
@@ -34,8 +34,9 @@ from kernels.triton.embedding import embedding
 from kernels.triton.experts import DeviceExpert, TritonExperts
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
-from kernels.triton.linear import DeviceLinear, DeviceRouter
+from kernels.triton.linear import DeviceLinear, DeviceProduct, torch_product
 from kernels.triton.norm import TritonNorm
+from kernels.triton.ordered_product import ARITHMETIC, ordered_product
 from kernels.triton.output_gate import open_gates
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
@@ -70,18 +71,26 @@ class TritonStep(NamedTuple):
 
 
 class TritonOperations:
-    """Operations on a device, at numerics level L0. The methods are documented at Operations.
+    """Operations on a device. The methods are documented at Operations.
 
-    The bits of decode attention do not depend on the batch, but those of the products do.
+    At numerics level L2 no bit of a row depends on the batch. At L0 those of torch's products do.
     """
 
-    is_exact = False
     sampler = None
 
     def __init__(
-        self, config: ModelConfig, dtype: Dtype, device: torch.device, form: WeightForm = WeightForm.DENSE
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        device: torch.device,
+        form: WeightForm = WeightForm.DENSE,
+        *,
+        is_exact: bool = True,
     ) -> None:
+        """is_exact: whether a row's bits must not depend on other rows."""
         self._config, self._dtype, self.device, self._form = config, dtype, device, form
+        self.is_exact = is_exact
+        self._product: DeviceProduct = ordered_product if is_exact else torch_product
         self.settle_length(config.max_position_embeddings)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
@@ -95,7 +104,11 @@ class TritonOperations:
     @property
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
+        on_gpu = self.device.type == "cuda"
+        if self.is_exact:  # the arithmetic is that of the machine code, which all devices of an architecture run
+            arch = "sm_{}{}".format(*torch.cuda.get_device_capability(self.device)) if on_gpu else "interpreter"
+            return f"triton-{triton.__version__} ordered.{ARITHMETIC} split={SPLIT} {arch}"
+        name = torch.cuda.get_device_name(self.device) if on_gpu else "interpreter"
         return f"torch={torch.__version__} triton-{triton.__version__} split={SPLIT} device={name}"
 
     def wake(self) -> None:
@@ -116,8 +129,9 @@ class TritonOperations:
         packed = pack(weight, self._form, self.device)
         shift, dtype = None if bias is None else self._send(bias), DTYPES[out_dtype or self._dtype]
         if packed is None:
-            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype)
-        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, name=self._form.name.lower())
+            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype, self._product)
+        name = self._form.name.lower()
+        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, name=name, product=self._product)
 
     def norm(
         self,
@@ -153,13 +167,14 @@ class TritonOperations:
         """Return the product, and the operation that applies the function to its result."""
         return self.linear(weight, bias), ACTIVATIONS[function]
 
-    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceRouter:
-        """Return the product of a routed MLP's router."""
-        return DeviceRouter(self._send(weight.dense(self._dtype)), None if bias is None else self._send(bias))
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
+        """Return the product of a routed MLP's router: float32, not rounded to the model's dtype."""
+        matrix, shift = self._send(weight.dense(self._dtype)), None if bias is None else self._send(bias)
+        return DeviceLinear(matrix, shift, torch.float32, self._product)
 
     def experts(
         self,
-        router: DeviceRouter,
+        router: DeviceLinear,
         experts: Sequence[DeviceExpert],
         routing: Routing,
         shared: DeviceExpert | None = None,

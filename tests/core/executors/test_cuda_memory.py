@@ -56,7 +56,7 @@ def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecu
 def test_under_the_interpreter_the_cache_shares_the_machines_memory(executor: CudaExecutor) -> None:
     assert executor.cache_memory_bytes() is None
     assert executor.info.dtype == "float32"
-    assert executor.info.numerics == "L0"
+    assert executor.info.numerics == "L2"
 
 
 def test_the_largest_step_runs(executor: CudaExecutor) -> None:

@@ -67,7 +67,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         def traced(rows: torch.Tensor, *others: Any) -> None:
             decode(rows, *others)
             if (recording := Recording.current) is not None:
-                captured.append((len(rows), others[2]))
+                captured.append((len(rows), others[3]))
                 recording.run = lambda: decode(rows, *others)
 
         init(self, traced, device, num_rows, width)
@@ -81,9 +81,10 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
     places: set[int] = set()
 
     def decode(
-        rows: torch.Tensor, positions: torch.Tensor, shared: object, num_splits: int, hidden: torch.Tensor
+        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
     ) -> None:
         assert shared is None
+        assert common is None
         seen.append([rows.tolist(), positions.tolist()])
         places.update((rows.data_ptr(), positions.data_ptr(), hidden.data_ptr()))
         hidden.copy_((rows + 100 * positions * num_splits)[:, None])
@@ -108,9 +109,9 @@ def test_sizes_with_drafts_are_few(cuda: list[tuple[int, int]]) -> None:
     seen: list[list[int]] = []
 
     def decode(
-        rows: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor | None, num_splits: int, hidden: torch.Tensor
+        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
     ) -> None:
-        seen.append([] if shared is None else shared.tolist())
+        seen.append(next((each.tolist() for each in (shared, common) if each is not None), []))
         hidden.copy_(rows[:, None])
 
     graphs = DecodeGraphs(decode, torch.device("cpu"), 21, 1)
@@ -122,6 +123,10 @@ def test_sizes_with_drafts_are_few(cuda: list[tuple[int, int]]) -> None:
     assert [size for size, _ in cuda] == [1, 4, 16, 24], "17 would be 32, and there is room for 24"
     assert graphs(rows, rows, 1).tolist() == graphs(rows, rows, 1, rows).tolist()
     assert cuda[4:] == [(24, 1)], "one of the same size without drafts is another"
+    for count in (3, 2):
+        graphs(rows, rows, 1, None, torch.tensor([count], dtype=torch.int32))
+        assert seen[-1] == [count], "what rows have in common is an input"
+    assert cuda[5:] == [(24, 1)]
 
 
 def test_a_runner_gives_the_same_tokens_with_graphs(

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.triton import choose_experts, expert_sum, expert_tiles, experts
+from kernels.triton import choose_experts, expert_sum, expert_tiles
+from kernels.triton.device import ROOM
 from kernels.triton.expert_products import (
     FEW,
     FEW_FLOATS,
@@ -75,7 +76,7 @@ class Experts(NamedTuple):
         options = self.shape.options
         pointer = HALF if self.dtype == torch.bfloat16 else FLOAT
         types = {"x": pointer, "weight": pointer, "bias": pointer, **PAIRS, "out": pointer}
-        sizes = {"HIDDEN": self.hidden, "WIDTH": self.width, "HAS_BIAS": True, "UPCAST": False}
+        sizes = {"HIDDEN": self.hidden, "WIDTH": self.width, "HAS_BIAS": True}
         blocks = {name: value for name, value in options.items() if name.isupper()}
         rest = {name: value for name, value in options.items() if not name.isupper()}
         function = {"FUNCTION": "clamped_silu", "NUM_CHOSEN": 8}
@@ -86,7 +87,7 @@ class Experts(NamedTuple):
 def each_experts(shared_memory: int, *, every: bool) -> Iterator[Experts]:
     """Each shape of tiles that a device with so much shared memory uses. Sizes that its steps divide, or odd ones, in
     turn; every: both."""
-    many = MANY_IN_LITTLE if shared_memory < experts.ROOM else MANY
+    many = MANY_IN_LITTLE if shared_memory < ROOM else MANY
     halves, floats = torch.bfloat16, torch.float32
     tiles = (halves, FEW), (halves, SOME), (halves, many), (floats, FEW_FLOATS), (floats, MANY_FLOATS)
     for turn, (dtype, shape) in enumerate(tiles):

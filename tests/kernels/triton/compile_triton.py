@@ -25,6 +25,7 @@ from kernels.triton import (
     embedding,
     gated_activation,
     kv_cache,
+    log_softmax,
     norm,
     output_gate,
     packed_linear,
@@ -33,11 +34,20 @@ from kernels.triton import (
     prepare_inputs,
     rope,
     sampling,
+    shared_prefix,
     threshold_search,
 )
-from kernels.triton.attention_work import SPLIT, decode_rows, kv_tile_tokens, prefill_options, tile_tokens
+from kernels.triton.attention_work import (
+    PREFILL_OPTIONS,
+    SPLIT,
+    decode_rows,
+    kv_tile_tokens,
+    prefill_parts,
+    tile_tokens,
+)
 from kernels.triton.device import power_of_2
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
+from tests.kernels.triton.compile_products import Product, each_product
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
@@ -48,7 +58,7 @@ SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 #: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
 OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
 #: Arguments that are multiples of 16 in usual models, so that kernels are compiled for that.
-OF_MODELS = {"num_columns", "depth", "width", "num_groups", "half_groups", "first_column", "out_columns"}
+OF_MODELS = {"num_columns", "depth", "width", "num_groups", "first_column", "out_columns"}
 #: Does not run there, as docs/gpu.md says.
 TOO_LARGE = torch.float32, 256, 89
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
@@ -94,6 +104,11 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         gated_activation.gated_kernel,
         {"gate_up": HALF, "out": HALF},
         {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"},
+    ),
+    (
+        log_softmax.log_softmax_kernel,
+        {"logits": FLOAT, "divisors": FLOAT, "out": FLOAT, "vocab_size": "i32"},
+        {"BLOCK": log_softmax.BLOCK},
     ),
     (
         embedding.gather_kernel,
@@ -176,7 +191,7 @@ PACKED: tuple[tuple[dict[str, str], tuple[int, ...]], ...] = (
 def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """The kernels of packed weights: for few rows or for as many as there may be, in turn; every: for both and all in
     between, and in float32 too."""
-    groups = "depth", "width", "num_groups", "half_groups"
+    groups = "depth", "width", "num_groups"
     numbers = (*groups, "num_columns", "split_tiles", "first_column", "out_columns")
     for dtype in (HALF, FLOAT) if every else (HALF,):
         for turn, (scales, values) in enumerate(PACKED):
@@ -194,7 +209,7 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     {
                         **constants,
                         "BLOCK_M": rows,
-                        "BLOCK_K": 64 if values[1:5:3] == (4, False) or rows > 32 else 128,
+                        "BLOCK_K": 64 if values[1] == 4 or rows > 32 else 128,
                         "EVEN": True,
                         "DIRECT": rows > 16,
                         "HAS_BIAS": True,
@@ -205,11 +220,11 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
             yield (
                 packed_linear.unpack_kernel,
                 {**types, **sizes, "out": dtype},
-                {**constants, "BLOCK_K": 128, "EVEN": True},
+                {**constants, "BLOCK_K": 64 if values[1] == 4 else 128, "EVEN": True},
                 {},
             )
     sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
-    types = {**dict.fromkeys(("x", "bias", "out"), HALF), "partial_sums": FLOAT, **sizes}
+    types = {**dict.fromkeys(("bias", "out"), HALF), "partial_sums": FLOAT, **sizes}
     yield packed_product.merge_parts_kernel, types, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True}, {}
 
 
@@ -236,15 +251,20 @@ class Attention(NamedTuple):
             "WINDOW": self.window,
             "HAS_CAP": True,
             "HAS_SINKS": True,
-            "UPCAST": False,
         }
-        parts = {**PARTIALS, "tokens": INT, "shared": INT, "num_splits": "i32"}
+        parts = {**PARTIALS, "tokens": INT, "shared": INT, "common": INT, "num_splits": "i32"}
         for shares in (False, True):
             rows = {"BLOCK_M": decode_rows(group), "SPLIT": SPLIT, "DIRECT": self.direct, "SHARES": shares}
+            rows["HAS_COMMON"] = not self.direct and not shares
             yield decode_attention.decode_kernel, common | parts, constants | rows, {}
+        prefix = {**PARTIALS, "tokens": INT, "num_tokens": "i32", "common": INT, "num_splits": "i32"}
+        sizes = {name: value for name, value in constants.items() if name != "WINDOW"}
+        types = {name: kind for name, kind in common.items() if name != "out"} | prefix
+        for block_m in (decode_rows(group), shared_prefix.MOST_ROWS):
+            yield shared_prefix.shared_prefix_kernel, types, sizes | {"BLOCK_M": block_m, "SPLIT": SPLIT}, {}
         tiles = {"tile_tokens": INT, "tile_counts": INT}
-        rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group)}
-        yield prefill_attention.prefill_kernel, common | tiles, constants | rows, prefill_options(self.dtype)
+        rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group) // prefill_parts(self.head_dim), "SPLIT": SPLIT}
+        yield prefill_attention.prefill_kernel, common | tiles, constants | rows, PREFILL_OPTIONS
 
 
 def each_size() -> Iterator[Attention]:
@@ -318,11 +338,11 @@ def main() -> None:
     for size, capability in sizes:
         check(size, capability, fits=(size.dtype, size.head_dim, capability) != TOO_LARGE)
     for capability in SHARED if every else (90,):
-        for routed in each_experts(SHARED[capability], every=every):
+        for routed in (*each_experts(SHARED[capability], every=every), *each_product(SHARED[capability], every=every)):
             check(routed, capability)
 
 
-def check(size: "Attention | Experts", capability: int, *, fits: bool = True) -> None:
+def check(size: "Attention | Experts | Product", capability: int, *, fits: bool = True) -> None:
     """Compile the kernels of this size and print their names. fits: shared memory has room for them."""
     for kernel, types, constants, options in size.kernels():
         shared, spilled = build(kernel, types, constants, capability, **options)

@@ -2,18 +2,19 @@
 
 from copy import copy
 from itertools import pairwise, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from triton.runtime import interpreter
 
 from kernels.rounding import ceil_div
 from kernels.torch.attention import attention_metadata
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.tensors import element_type
 from kernels.triton import decode_attention as decode
+from kernels.triton import prefill_attention as prefill
+from kernels.triton import shared_prefix as prefix
 from kernels.triton.attention_work import (
     SPLIT,
     TritonWork,
@@ -25,7 +26,7 @@ from kernels.triton.attention_work import (
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.prefill_attention import prefill_attention
 from tests.kernels.attention_reference import reference_attention
-from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
 
@@ -201,39 +202,15 @@ def test_a_row_has_the_same_bits_in_any_batch(window: int | None) -> None:
     assert torch.equal(attend(shape, given, work_of(shape, given)._replace(num_splits=8)), whole)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_a_prompt_may_be_cut_anywhere(window: int | None) -> None:
-    """Results are equal up to rounding: NumPy's products do not give a row equal bits at every place of a tile."""
-    shape = Shape(6, 2, 16, 16, window)
-    given = batch(shape, [(90, 90)], torch.float32)
-    whole = attend(shape, given)
-    for first, last in ((0, 7), (7, 8), (8, 70), (70, 90)):
-        part = Batch(given.q[first:last], given.cache, np.array([last - first]), np.array([last]), given.tables)
-        torch.testing.assert_close(attend(shape, part), whole[first:last], rtol=1e-5, atol=1e-6)
-
-
-def add_in_order(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    """A product for the interpreter: each number of it one sum in ascending order, wherever in the tile it stands."""
-    products = a.data[:, :, None] * b.data[None]
-    return interpreter.TensorHandle(products.sum(1, dtype=a.data.dtype) + total.data, total.dtype.scalar)
-
-
-def add_by_place(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-    """Every other row of a tile is summed from the end."""
-    result = add_in_order(builder, a, b, total)
-    products = a.data[1::2, ::-1, None] * b.data[None, ::-1]
-    result.data[1::2] = products.sum(1, dtype=a.data.dtype) + total.data[1::2]
-    return result
-
-
-def pieces_with_other_bits(window: int | None, cuts: list[int]) -> list[int]:
+def pieces_with_other_bits(window: int | None, cuts: list[int], dtype: torch.dtype) -> list[int]:
     """Lengths of the pieces of a prompt, cut there, whose attention is not bit for bit the whole prompt's."""
     shape = Shape(6, 2, 16, 16, window)
-    given = batch(shape, [(cuts[-1], cuts[-1])], torch.float32)
-    whole, found = attend(shape, given), []
+    given = batch(shape, [(cuts[-1], cuts[-1])], dtype)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 0.1])
+    whole, found = attend(shape, given, sinks=sinks), []
     for first, last in pairwise(cuts):
         part = Batch(given.q[first:last], given.cache, np.array([last - first]), np.array([last]), given.tables)
-        if not torch.equal(attend(shape, part), whole[first:last]):
+        if not torch.equal(attend(shape, part, sinks=sinks), whole[first:last]):
             found.append(last - first)
     return found
 
@@ -246,12 +223,8 @@ def pieces_with_other_bits(window: int | None, cuts: list[int]) -> list[int]:
         *(pytest.param(*each, marks=pytest.mark.soak) for each in ((None, torch.float32), (130, torch.bfloat16))),
     ],
 )
-def test_tokens_that_share_a_program_have_the_bits_that_they_have_alone(
-    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_that_share_a_program_have_the_bits_that_they_have_alone(window: int | None, dtype: torch.dtype) -> None:
     """Programs of up to five tokens, on both sides of a split's end, of a window's beginning and of a block's."""
-    if not ON_GPU:
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
     shape, requests = Shape(6, 2, 16, 16, window), [(7, SPLIT + 4), (1, 40), (3, SPLIT + 3), (5, 20)]
     given, sinks = batch(shape, requests, dtype), torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 0.1])
     counts = given.num_tokens
@@ -267,20 +240,18 @@ def test_tokens_that_share_a_program_have_the_bits_that_they_have_alone(
     torch.testing.assert_close(got.double(), expected(shape, given, sinks), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_bits_do_not_depend_on_where_a_prompt_is_cut(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' own order does not: tiles of keys begin at absolute positions. A piece of one token is the decode
-    kernel's, whose order is the same up to SPLIT tokens of context, but on a GPU not the instruction."""
-    if not ON_GPU:
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
-        assert pieces_with_other_bits(window, [0, 7, 8, 70, 71, 90]) == []
-    assert pieces_with_other_bits(window, [0, 3, 20, 55, 57, 90]) == []
+#: A token alone in its piece is the decode kernel's.
+CUTS = [0, 7, 8, 70, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 44, SPLIT + 45]
 
 
-@pytest.mark.skipif(ON_GPU, reason="with products of its own")
-def test_the_test_of_cut_prompts_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_by_place)
-    assert pieces_with_other_bits(None, [0, 3, 20, 55, 57, 90]) != []
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.bfloat16), (130, torch.float32), (20, torch.bfloat16)])
+def test_bits_do_not_depend_on_where_a_prompt_is_cut(window: int | None, dtype: torch.dtype) -> None:
+    assert pieces_with_other_bits(window, CUTS, dtype) == []
+
+
+def test_without_the_splits_of_decode_a_token_alone_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "SPLIT", 1 << 20)
+    assert pieces_with_other_bits(None, CUTS, torch.float32) == [1, 1]
 
 
 def test_the_invariance_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,10 +266,42 @@ def test_the_invariance_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_work_columns() -> None:
     columns = work_columns(np.array([1, 70, 1]), np.array([300, 70, 9]), group_size=3)
-    assert tile_tokens(3) == 16
+    assert tile_tokens(3) == 32
     assert columns.decode_tokens.tolist() == [0, 71]
-    assert columns.tile_tokens.tolist() == [1, 17, 33, 49, 65]
-    assert columns.tile_counts.tolist() == [16, 16, 16, 16, 6]
+    assert columns.tile_tokens.tolist() == [1, 33, 65]
+    assert columns.tile_counts.tolist() == [32, 32, 6]
     assert columns.num_splits == 2
     none = work_columns(np.array([2]), np.array([2]), group_size=1)
     assert (none.decode_tokens.tolist(), none.num_splits) == ([], 0)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "has_sinks"), [(torch.bfloat16, 16, True), (torch.float32, 32, False)])
+def test_splits_in_common_are_read_once_and_give_the_same_bits(
+    dtype: torch.dtype, head_dim: int, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that fill a program and a part of the next, with a padded one, next to a prompt."""
+    monkeypatch.setattr(prefix, "MOST_ROWS", 16)
+    shape, requests = Shape(3, 1, head_dim, 16), [*((1, SPLIT + 1 + 9 * row) for row in range(6)), (3, SPLIT + 3)]
+    given, sinks = batch(shape, requests, dtype), torch.tensor([0.5, -1.0, 2.0]) if has_sinks else None
+    given.tables[:6, : SPLIT // 16] = given.tables[0, : SPLIT // 16]
+    work = work_of(shape, given)
+    work = work._replace(
+        rows=torch.cat((work.rows, work.rows.new_tensor([-1]))),
+        positions=torch.cat((work.positions, work.positions.new_tensor([-1]))),
+        decode_tokens=torch.cat((work.decode_tokens, work.decode_tokens.new_tensor([9]))),
+        num_splits=4,
+    )
+    given = given._replace(q=torch.cat((given.q, given.q[:1])))
+    apart = attend(shape, given, work, sinks=sinks)
+    assert apart[:9].isfinite().all()
+    for count in (1, 0):  # a graph that has the kernel serves steps with nothing in common too
+        common = torch.tensor([count], dtype=torch.int32, device=DEVICE)
+        assert torch.equal(attend(shape, given, work._replace(common=common), sinks=sinks), apart)
+    # Only the first row of a program reads its table there.
+    given.tables[[1, 2, 3, 4], : SPLIT // 16] = given.tables[6, : SPLIT // 16]
+    common = torch.ones(1, dtype=torch.int32, device=DEVICE)
+    read_once = work_of(shape, given)._replace(
+        **{name: getattr(work, name) for name in work._fields if name != "tables"}
+    )
+    assert torch.equal(attend(shape, given, read_once._replace(common=common), sinks=sinks), apart)
+    assert not torch.equal(attend(shape, given, read_once, sinks=sinks), apart)

@@ -26,7 +26,7 @@ from kernels.triton.expert_products import (
 )
 from kernels.triton.expert_tiles import ExpertTiles, sort_pairs
 from kernels.triton.experts import TritonExperts
-from kernels.triton.linear import DeviceLinear, DeviceRouter
+from kernels.triton.linear import DeviceLinear
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
 
 pytestmark = ANYWHERE
@@ -163,7 +163,7 @@ class Both:
             theirs(router), tuple(reference[:num_experts]), routing, reference[-1] if shared else None
         )
         bias = None if router[1] is None else router[1].float().to(DEVICE)
-        device_router = DeviceRouter(router[0].to(DEVICE), bias)
+        device_router = DeviceLinear(router[0].to(DEVICE), bias, torch.float32)
         self.triton = TritonExperts(
             device_router, own[:num_experts], routing, own[-1] if shared else None, function=function
         )
@@ -252,7 +252,7 @@ def test_a_router_does_not_round_to_the_models_dtype() -> None:
     x, weight = random(3, 64).to(DEVICE, torch.bfloat16), random(5, 64, seed=1).to(DEVICE, torch.bfloat16)
     bias = random(5, seed=2).to(DEVICE)
     expected = linear(x.double(), weight.double(), bias.double())
-    torch.testing.assert_close(DeviceRouter(weight, bias)(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(DeviceLinear(weight, bias, torch.float32)(x).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU_ONLY) for dtype in DTYPES])

@@ -22,7 +22,7 @@ from kernels.routing import Routing
 from kernels.torch.linear import Operation
 from kernels.torch.packed_rows import PackedRows, pack_blocks, quantize_rows
 from kernels.torch.tensors import element_type
-from kernels.triton.linear import DeviceLinear, DeviceRouter
+from kernels.triton.linear import DeviceLinear
 
 # Case: a kernel on a GPU, measured next to torch's own operation.
 
@@ -137,7 +137,13 @@ def expert_cases(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -
         )
         for _ in range(num_experts)
     ]
-    ours = TritonExperts(DeviceRouter(router), experts, Routing(num_chosen, normalises=True), None, function="silu")
+    ours = TritonExperts(
+        DeviceLinear(router, out_dtype=torch.float32),
+        experts,
+        Routing(num_chosen, normalises=True),
+        None,
+        function="silu",
+    )
     theirs = TorchMlp(router, ours.gate_up.weight, ours.down.weight, num_chosen)
     for count in tokens:
         x = made(count, hidden)

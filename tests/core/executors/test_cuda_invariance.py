@@ -1,0 +1,137 @@
+"""Numerics level L2 on a GPU: logits of a request that is whole and alone, and in pieces next to others, have the same
+bits. In CI the kernels run under Triton's interpreter, with the products of a tensor core."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from core.models.operations.triton_operations import TritonOperations
+from core.runner import cuda_model_runner
+from ipc.params.sampling_params import SamplingParams
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.triton import attention_work, decode_attention, expert_products, prefill_attention
+from kernels.triton.attention_work import SPLIT
+from kernels.triton.shared_prefix import shared_prefix
+from tests.core.executors import test_cuda_executor as engine
+from tests.core.executors.test_cuda_architectures import SHAPES, VOCAB, OnDevice, built, shape_config
+from tests.core.models.test_llama import Requests, prompts, random_weights
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+
+pytestmark = ANYWHERE
+
+
+def model(kind: str, dtype: Dtype, *, is_exact: bool = True, num_layers: int = 2) -> OnDevice:
+    config = msgspec.structs.replace(shape_config(kind), num_hidden_layers=num_layers)
+    weights = dict(random_weights(config, dtype))
+    return OnDevice(built(config, weights, dtype, TritonOperations(config, dtype, DEVICE, is_exact=is_exact)))
+
+
+def differing(one: OnDevice, split: int = SPLIT) -> int:
+    """Logits of a request whose bits are others in pieces and in company. Its context passes the end of a split."""
+    whole, pieces = split + 19, ({0: 1}, {1: 9, 0: 3}, {0: split - 5, 2: 1}, {0: 1, 1: 1}, {2: 4, 0: 1}, {0: 17, 1: 30})
+    given = prompts(whole, 40, 6, vocab_size=VOCAB)
+    alone = Requests(one, given[:1]).step({0: whole})[0]
+    company = Requests(one, given, seed=1)
+    others = torch.cat([company.step(counts)[0] for counts in (*pieces, {0: 1})])
+    assert alone.isfinite().all()
+    return int((alone.view(torch.int32) != others.view(torch.int32)).sum())
+
+
+def use_splits(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of so many tokens: the interpreter calls Python for each token and norm, so long contexts take long."""
+    for module in (attention_work, decode_attention, prefill_attention):
+        monkeypatch.setattr(module, "SPLIT", size)
+
+
+@pytest.mark.parametrize(("kind", "dtype", "split"), [("gpt-oss", BFLOAT16, 64), ("mixtral", FLOAT32, 32)])
+def test_no_bit_differs_in_pieces_and_in_company(
+    kind: str, dtype: Dtype, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_splits(split, monkeypatch)
+    one = model(kind, dtype, num_layers=1)
+    assert differing(one, split) == 0
+    if not ON_GPU and kind == "mixtral":  # on a GPU the compiler may join the sums
+        monkeypatch.setattr(expert_products, "dot", add_a_product)
+        assert differing(one, split) > 100
+
+
+def test_splits_in_common_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the engine, for requests that find the first one's blocks; log probabilities have the same bits."""
+    use_splits(32, monkeypatch)
+    monkeypatch.setattr(cuda_model_runner, "SPLIT", 32)
+    begin, params = engine.ids(35, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
+    requests = [([*begin, 7 * number], params) for number in range(3, 6)]
+    calls: list[int] = []
+
+    def counted(q: torch.Tensor, *others: Any, **options: Any) -> None:
+        calls.append(len(q))
+        shared_prefix(q, *others, **options)
+
+    monkeypatch.setattr(decode_attention, "shared_prefix", counted)
+    together = engine.run("triton", requests, depth=2)
+    assert calls
+    assert max(calls) == 3
+    monkeypatch.setattr(cuda_model_runner, "common_splits", lambda *_: ())
+    calls.clear()
+    apart = engine.run("triton", requests, depth=2)
+    assert (together.tokens, together.logprobs) == (apart.tokens, apart.logprobs)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "num_blocks", "expected"),
+    [
+        ([1, 1], [300, 257], 16, [1]),
+        ([1, 1], [300, 256], 16, []),  # the second one's last token is in the split
+        ([1, 7, 1], [600, 20, 900], 40, [2]),
+        ([1, 7], [600, 600], 40, []),  # one decoding row
+    ],
+)
+def test_whole_splits_of_decoding_rows_are_in_common(
+    counts: list[int], lengths: list[int], num_blocks: int, expected: list[int]
+) -> None:
+    rows, ends = np.arange(len(counts)), np.array(lengths)
+    columns = cuda_model_runner.step_columns(rows, np.array(counts, np.int32), ends, rows)
+    plan: Any = SimpleNamespace(num_common_prefix_blocks=num_blocks)
+    found = cuda_model_runner.common_splits(plan, columns, 16)
+    assert [count for column in found for count in column.tolist()] == expected
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_no_bit_differs_for_any_architecture(kind: str, dtype: Dtype) -> None:
+    assert differing(model(kind, dtype)) == 0
+
+
+@triton.jit
+def add_a_product(a, b, sums):  # type: ignore[no-untyped-def]
+    """A chain that begins again in each tile."""
+    return sums + tl.dot(a, b, input_precision="ieee")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss", "mixtral"])
+def test_with_torchs_products_bits_differ(kind: str) -> None:
+    assert differing(model(kind, FLOAT32, is_exact=False)) > 10_000
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt-oss"])
+def test_without_the_splits_of_decode_bits_differ(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_attention, "SPLIT", 1 << 20)
+    assert differing(model(kind, FLOAT32)) > 100
+
+
+def test_levels_have_names() -> None:
+    exact, plain = (model("llama", FLOAT32, is_exact=is_exact)._model for is_exact in (True, False))
+    assert (exact.numerics, plain.numerics) == ("L2", "L0")
+    assert "ordered.1" in exact.variant
+    assert f"torch={torch.__version__}" in plain.variant
+    assert torch.__version__ not in exact.variant

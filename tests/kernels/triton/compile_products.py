@@ -1,0 +1,51 @@
+"""The ordered products that compile_triton.py compiles."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.triton.device import ROOM
+from kernels.triton.ordered_product import (
+    FEW,
+    FEW_IN_LITTLE,
+    FEW_OF_MANY,
+    FLOATS,
+    TILES,
+    TILES_IN_LITTLE,
+    ProductTile,
+    product_kernel,
+)
+
+HALF, FLOAT = "*bf16", "*fp32"
+
+
+class Product(NamedTuple):
+    dtype: torch.dtype
+    tile: ProductTile
+    is_even: bool = True
+    has_bias: bool = True
+
+    def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+        """The product, with its arguments' types, constants and options as launched."""
+        pointer = HALF if self.dtype == torch.bfloat16 else FLOAT
+        sizes = dict.fromkeys(("num_rows", "num_columns", "depth", "out_columns"), "i32")
+        types = {**dict.fromkeys(("x", "weight", "bias", "out"), pointer), **sizes}
+        blocks = {name: value for name, value in self.tile.options.items() if name.isupper()}
+        rest = {name: value for name, value in self.tile.options.items() if not name.isupper()}
+        yield product_kernel, types, {"EVEN": self.is_even, "HAS_BIAS": self.has_bias, **blocks}, rest
+
+
+def tiles_of(shared_memory: int) -> list[ProductTile]:
+    """Those of 16-bit floats on a device with so much shared memory."""
+    if shared_memory < ROOM:
+        return [FEW_IN_LITTLE, *TILES_IN_LITTLE.values()]
+    return [FEW, FEW_OF_MANY, *TILES.values()]
+
+
+def each_product(shared_memory: int, *, every: bool) -> Iterator[Product]:
+    """Each shape of tiles; every: with odd sizes too."""
+    halves = [(torch.bfloat16, tile) for tile in tiles_of(shared_memory)]
+    for dtype, tile in (*halves, *((torch.float32, tile) for tile in FLOATS.values())):
+        for is_even in (True, False) if every else (True,):
+            yield Product(dtype, tile, is_even)

@@ -1,0 +1,82 @@
+"""The products of a GPU's tensor cores on a CPU, bit for bit as published measurements describe them; see
+tensor_core.c. They take the place of the interpreter's own: its sums depend on the size of a tile, and those of
+bfloat16 are wrong."""
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import triton.language as tl
+from triton.runtime import interpreter
+
+_SOURCE = Path(__file__).with_name("tensor_core.c")
+
+
+class Core(NamedTuple):
+    """How many neighbours of K are added at a time, and the bits behind the point that are left of them."""
+
+    group: int
+    fraction: int
+
+
+HOPPER, AMPERE = Core(16, 25), Core(8, 24)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Built once in each process; a program for this CPU alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "tensor_core.so"
+        command = [*os.environ.get("CC", "cc").split(), "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+        subprocess.run([*command, "-fPIC", "-shared", "-o", target, _SOURCE, "-lm"], check=True, timeout=100)
+        return ctypes.CDLL(str(target))
+
+
+def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def product(
+    a: npt.NDArray[Any], b: npt.NDArray[Any], sums: npt.NDArray[np.float32], *, is_bfloat16: bool, core: Core = HOPPER
+) -> npt.NDArray[np.float32]:
+    """sums [M, N] and a [M, K] @ b [K, N]: float32, or 16-bit floats as float16, or as uint16 if they are bfloat16."""
+    a, b, sums = (np.ascontiguousarray(each) for each in (a, b, sums))
+    out, sizes = np.empty_like(sums), (len(a), len(b), b.shape[1])
+    pointers = [_pointer(each) for each in (a, b, sums, out)]
+    if a.dtype == np.float32:
+        _library().chain(*pointers, *sizes)
+    else:
+        _library().tensor_core(*pointers, *sizes, int(is_bfloat16), *core)
+    return out
+
+
+def _dot(self: Any, a: Any, b: Any, sums: Any, precision: Any, imprecise: Any) -> Any:
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    result = product(a.data, b.data, sums.data, is_bfloat16=a.dtype == tl.bfloat16)
+    return interpreter.TensorHandle(result, sums.dtype.scalar)
+
+
+_convert_float = interpreter._convert_float
+
+
+def _converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Between float32 and bfloat16, rounded as a GPU does it, to the nearest; the interpreter cuts numbers off."""
+    if source == tl.bfloat16 and target == tl.float32:
+        return (data.astype(np.uint32) << 16).view(np.float32)
+    if source == tl.float32 and target == tl.bfloat16:
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        return np.where(np.isnan(data), np.uint32(0x7FFF), rounded).astype(np.uint16)
+    return _convert_float(data, source, target, rounding)
+
+
+def install() -> None:
+    """Have the interpreter compute products and round as a GPU."""
+    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter._convert_float = _converted
