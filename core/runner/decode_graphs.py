@@ -94,8 +94,15 @@ class DecodeGraphs:
         self._inputs[2] = 1
         self._common.zero_()
         rows, positions, shared = (each[: size.num_rows] for each in self._inputs)
-        inputs = rows, positions, shared if size.shares else None, self._common if size.has_common else None
-        decode = partial(self._decode, *inputs, size.num_splits, self._hidden[: size.num_rows])
+        decode = partial(
+            self._decode,
+            rows,
+            positions,
+            shared if size.shares else None,
+            self._common if size.has_common else None,
+            size.num_splits,
+            self._hidden[: size.num_rows],
+        )
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             decode()  # compiles kernels and creates handles, which must not happen during capture

@@ -44,8 +44,8 @@ def tiles_of(shared_memory: int) -> list[ProductTile]:
 
 
 def each_product(shared_memory: int, *, every: bool) -> Iterator[Product]:
-    """Each shape of tiles; every: with odd sizes too."""
+    """Each shape of tiles, with and without a bias in turn; every: both, and odd sizes."""
     halves = [(torch.bfloat16, tile) for tile in tiles_of(shared_memory)]
-    for dtype, tile in (*halves, *((torch.float32, tile) for tile in FLOATS.values())):
-        for is_even in (True, False) if every else (True,):
-            yield Product(dtype, tile, is_even)
+    for turn, (dtype, tile) in enumerate((*halves, *((torch.float32, tile) for tile in FLOATS.values()))):
+        for is_even, has_bias in ((True, False), (False, True), (True, True)) if every else ((True, turn % 2 == 1),):
+            yield Product(dtype, tile, is_even, has_bias)

@@ -27,6 +27,7 @@ from kernels.triton import (
     kv_cache,
     log_softmax,
     norm,
+    ordered_product,
     output_gate,
     packed_linear,
     packed_product,
@@ -48,13 +49,14 @@ from kernels.triton.attention_work import (
 from kernels.triton.device import power_of_2
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
 from tests.kernels.triton.compile_products import Product, each_product
+from tests.kernels.triton.instructions import assert_allowed, assert_one_chain
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
 POINTERS = {torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: FLOAT}
 #: Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
 OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
 #: Arguments that are multiples of 16 in usual models, so that kernels are compiled for that.
@@ -308,6 +310,9 @@ def build(
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
+    assert_allowed(compiled.asm["ptx"])
+    if kernel is ordered_product.product_kernel and not constants["HAS_BIAS"]:
+        assert_one_chain(compiled.asm["ptx"], is_float=types["x"] == FLOAT)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -334,7 +339,9 @@ def main() -> None:
         print(kernel.__name__, flush=True)
     sizes = [(size, 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
     if every:
-        sizes = [(size, 90) for size in all_sizes()] + [(size, old) for size in each_size() for old in (80, 89)]
+        sizes = [(size, 90) for size in all_sizes()] + [
+            (size, old) for size in each_size() for old in (80, 89, 100, 120)
+        ]
     for size, capability in sizes:
         check(size, capability, fits=(size.dtype, size.head_dim, capability) != TOO_LARGE)
     for capability in SHARED if every else (90,):

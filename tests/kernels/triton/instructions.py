@@ -1,0 +1,50 @@
+"""Rules for the machine code of products: what numerics level L2 needs, and the interpreter cannot show."""
+
+import re
+
+#: Products of 16-bit floats that add 16 neighbours of K to a float32 sum.
+_PRODUCTS = (
+    r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.(bf16\.bf16|f16\.f16)",
+    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32",
+    r"tcgen05\.mma\.cta_group::1\.kind::f16",
+)
+_ANY = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+")
+_ATOMIC = re.compile(r"\b(?:atom|red)\.\S+")
+_SUM = re.compile(r"\b(?:add|sub|fma)(?:\.\w+)*\.f32\b")
+_ASYNC = re.compile(r"wgmma\.mma_async\S+ \{([^}]*)\}, (%rd\d+), (%rd\d+)")
+
+
+def assert_allowed(ptx: str) -> None:
+    """Of every kernel: no sum depends on which program is first, and tensor cores add 16 neighbours of K."""
+    assert not _ATOMIC.search(ptx), _ATOMIC.search(ptx)
+    others = {name for name in _ANY.findall(ptx) if not any(re.fullmatch(each, name) for each in _PRODUCTS)}
+    assert not others, others
+
+
+def assert_one_chain(ptx: str, *, is_float: bool) -> None:
+    """Of an ordered product without a bias: only the products themselves add, from low K to high."""
+    assert_allowed(ptx)
+    sums = (
+        set(_SUM.findall(ptx)) if not is_float else {name for name in _SUM.findall(ptx) if not name.startswith("fma")}
+    )
+    assert not sums, sums
+    assert bool(_ANY.search(ptx)) != is_float
+    chains: dict[str, list[tuple[int, int]]] = {}
+    for accumulator, left, right in _ASYNC.findall(ptx):
+        chains.setdefault(accumulator, []).append((_offset(left, ptx), _offset(right, ptx)))
+    for places in chains.values():
+        for operand in zip(*places, strict=True):
+            assert list(operand) == sorted(set(operand)), operand
+
+
+def _offset(register: str, ptx: str) -> int:
+    """The constant that is added to the address in a descriptor of shared memory: 2 for each 16 neighbours of K."""
+    while True:
+        found = re.findall(rf"(?m)^\s+(\S+)\s+{re.escape(register)}, ([^;]*);", ptx)
+        assert len(found) == 1, (register, found)
+        name, operands = found[0]
+        if name == "add.s32" and (last := operands.split(", ")[-1]).isdigit():
+            return int(last)
+        if name not in ("or.b64", "cvt.u64.u32"):
+            return 0
+        register = operands.split(", ")[0]
