@@ -52,13 +52,15 @@ def test_all_of_them(caller: Caller) -> None:
 def test_each_again_and_again(caller: Caller, harm: Harm) -> None:
     """Ten times, with bodies of up to 8 MB. On a machine that others use it may fail, by what it prints."""
     before = http_pid(caller)
+    waited = core_wait_s(before)
     with witness(caller, 64, 400) as seen:
         for _ in range(10):
             assert caller.post(harm.path, harm.body).status in harm.statuses
     one = seen[0]
     gap, health, late = 1e3 * one.stream_gap, 1e3 * one.health_gap, 1e3 * one.late
     shares = f"{1e3 * one.server_stream_gap:.0f} and {1e3 * one.server_health_gap:.0f} ms of it the server's"
-    print(f"{harm.name}: streams {gap:.0f} ms, /health {health:.0f} ms, {shares}; the witness {late:.0f} ms late")
+    waits = f"the server's loop waited {1e3 * (core_wait_s(before) - waited):.0f} ms in all for a core"
+    print(f"{harm.name}: streams {gap:.0f} ms, /health {health:.0f} ms, {shares}; witness {late:.0f} ms late; {waits}")
     assert (one.cut, one.wrong, http_pid(caller)) == (0, 0, before)
     assert one.server_stream_gap < QUIET_GAP_S
     assert one.server_health_gap < QUIET_HEALTH_S
@@ -72,6 +74,11 @@ def http_pid(caller: Caller) -> int:
         with open(f"{task.path}/children") as file:
             children += map(int, file.read().split())
     return next(pid for pid in children if b"frontend.http" in _read(pid, "cmdline"))
+
+
+def core_wait_s(pid: int) -> float:
+    """The seconds in which a process's first thread was ready to run and had no core."""
+    return int(_read(pid, "schedstat").split()[1]) / 1e9
 
 
 def peak_mib(pid: int) -> int:
