@@ -39,11 +39,11 @@ raise ConfigError("x")
 
 
 @pytest.mark.parametrize("what", ["wheel", "editable"])
-def test_a_users_program_is_checked(
-    what: str, installed: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_a_users_program_is_checked(what: str, installed: Path, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """What an earlier run has checked of the dependencies, and of files that are as they were, is not checked again."""
+    kept = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
     programs = installed if what == "wheel" else install(tmp_path / "venv", "--editable", str(ROOT))
-    cache = tmp_path_factory.getbasetemp() / "mypy-cache"
+    cache = tmp_path / "mypy" if kept is None else kept.mkdir(f"mypy-{what}")
     (tmp_path / "program.py").write_text(PROGRAM)
     options = ["--strict", "--config-file=", "--cache-dir", str(cache), "--python-executable", str(programs / "python")]
     command = [sys.executable, "-m", "mypy", *options, "program.py"]
