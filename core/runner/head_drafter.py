@@ -1,10 +1,14 @@
 """HeadDrafter: drafts from a draft head (core/models/draft_head.py) that reads the model's hidden states.
 
-A step's hidden states are lost after it. So each step also computes K and V of the head, for all its tokens that have a
-next one. They are stored in blocks with the same numbers as the model's blocks, and are copied and swapped with these.
+A step's hidden states are lost after it, and the head needs its K and V for all tokens that have a next one. They are
+stored in blocks with the same numbers as the model's blocks, and are copied and swapped with these. A step without
+drafts keeps its hidden states, and K and V are computed for many tokens at once: before the next drafts, before the
+blocks are copied or given to other rows, or when there are _PIECE tokens.
 If requests share a block, K and V at its last position may come from another request's next token. That may cost a
 draft, but never changes a token.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +25,15 @@ from kernels.cpu.decoder import DecoderResult
 
 #: The most tokens whose K and V are computed at once: it bounds the memory for hidden states.
 _PIECE = 256
+
+
+class _Late(NamedTuple):
+    """Tokens [T] of a step whose K and V are not computed yet, with what the model gave before them."""
+
+    token_ids: Ints
+    taps: Floats  # [T, taps, width]
+    positions: Ints  # of the states before them
+    slots: Ints
 
 
 class HeadDrafter:
@@ -42,9 +55,14 @@ class HeadDrafter:
         self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
         self._swap_cache = head.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
         self._pause = DraftPause()
+        self._late: list[_Late] = []
+        self._num_late = 0  # tokens
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Copy the blocks that the plan copies, in the plan's order."""
+        copied = plan.swapped_out_blocks, plan.copied_blocks, plan.swapped_in_slots
+        if self._late and (len(plan.removed_rows) or any(map(len, copied))):
+            self._store_late()
         if self._swap_cache is not None:
             self._cache.copy_blocks(plan.swapped_out_blocks, self._swap_cache, plan.swapped_out_slots)
         if len(plan.copied_blocks):
@@ -65,7 +83,9 @@ class HeadDrafter:
             drafts[:] = False
         drafting = np.flatnonzero(drafts)
         first = inputs.num_tokens.cumsum() - inputs.num_tokens
-        self._store(step, table, starts, first, num_kept - drafts)
+        self._keep(step, table, starts, first, num_kept - drafts)
+        if len(drafting) and self._late:
+            self._store_late()
         self._pause.offer(bool(len(drafting)))
         if not len(drafting):
             return counts, NO_INT32S
@@ -81,8 +101,8 @@ class HeadDrafter:
         taps = np.zeros((len(rows), len(config.taps), config.tap_width), np.float32)
         self._chain(rows, np.full(len(rows), 2), self.head.states(taps), table, sampling)
 
-    def _store(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
-        """Store K and V of num_stored [R] tokens of each row of the step.
+    def _keep(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
+        """Keep what K and V of num_stored [R] tokens of each row of the step are computed from.
 
         starts, first [R]: position of the first one, and its index in the step.
         """
@@ -96,9 +116,17 @@ class HeadDrafter:
         token_ids = table.tokens.get(rows, positions + 1).astype(np.int64)
         for begin in range(0, num_all, _PIECE):
             part = slice(begin, begin + _PIECE)
-            states = self.head.states(_states_of(step, indices[part]))
-            slots = step.inputs.slots[indices[part]]
-            self.head.store(token_ids[part], states, positions[part], slots, self._cache)
+            taps, slots = _states_of(step, indices[part]), step.inputs.slots[indices[part]]
+            self._late.append(_Late(token_ids[part], taps, positions[part], slots))
+            self._num_late += len(slots)
+            if self._num_late >= _PIECE:
+                self._store_late()
+
+    def _store_late(self) -> None:
+        """Compute and store K and V of all tokens that wait for it."""
+        late = _Late(*map(np.concatenate, zip(*self._late, strict=True))) if len(self._late) > 1 else self._late[0]
+        self._late, self._num_late = [], 0
+        self.head.store(late.token_ids, self.head.states(late.taps), late.positions, late.slots, self._cache)
 
     def _chain(
         self, rows: Ints, lengths: Ints, states: Floats, table: RunnerTable, sampling: SamplingColumns

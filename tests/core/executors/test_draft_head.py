@@ -13,6 +13,7 @@ import pytest
 from core.engine import EngineCore
 from core.execution.plan import SchedulerOutput
 from core.executors.local import LocalExecutor
+from core.models.draft_head import DraftHead
 from core.process.resolve import resolve_costs
 from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep
@@ -87,6 +88,16 @@ class NoPause(DraftPause):
         return False
 
 
+class Pausing(DraftPause):
+    """Makes drafts in every seventh step."""
+
+    _count = 0
+
+    def begins(self, plan: SchedulerOutput) -> bool:
+        self._count += 1
+        return self._count % 7 > 0
+
+
 class Heard(HeadDrafter):
     """Makes drafts in each step, and keeps each row's tokens and the drafts that follow them."""
 
@@ -103,7 +114,10 @@ class Heard(HeadDrafter):
 
 
 def run(
-    config: ResolvedConfig, edits: list[dict[str, Any]] | None = None, num_requests: int = 10
+    config: ResolvedConfig,
+    edits: list[dict[str, Any]] | None = None,
+    num_requests: int = 10,
+    pause: type[DraftPause] = NoPause,
 ) -> tuple[dict[tuple[int, int], list[int]], SchedulerStats, list[tuple[list[int], list[int]]]]:
     executor = LocalExecutor(config)
     executor.initialize_cache(config)
@@ -111,7 +125,7 @@ def run(
     if isinstance(drafter := executor.runner.drafter, HeadDrafter):
         drafter.__class__ = Heard
         assert isinstance(drafter, Heard)
-        drafter.heard, drafter._pause = heard, NoPause()
+        drafter.heard, drafter._pause = heard, pause()
     engine = EngineCore(resolve_costs(config, config, executor.measure_costs, executor.measure_steps), executor)
     inbox = Inbox()
     options = edits or [{}]
@@ -165,6 +179,28 @@ def test_drafts_are_those_of_the_reference_whatever_comes_between(mimo: str, cro
         reference.check(tokens, drafts)
     assert len(heard) > 200
     assert (stats.num_preemptions > 0) == ("chunks" not in crowd)
+
+
+@pytest.mark.parametrize(
+    "crowd", [pytest.param(crowd, marks=[] if crowd == "swapped" else pytest.mark.soak) for crowd in CROWDED]
+)
+def test_drafts_after_a_pause_are_those_of_the_reference(mimo: str, crowd: str) -> None:
+    """K and V of the tokens between are computed together: the head is read more rarely."""
+    number, right = [0], DraftHead.store
+
+    def counted(self: DraftHead, *args: Any) -> None:
+        number[0] += 1
+        right(self, *args)
+
+    config = config_of(mimo, "mtp", **CROWDED[crowd])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DraftHead, "store", counted)
+        _, stats, heard = run(config, GREEDY, pause=Pausing)
+    reference = Reference(Path(mimo), None, ())
+    for tokens, drafts in heard[::2]:
+        reference.check(tokens, drafts)
+    assert len(heard) > 20
+    assert number[0] < stats.num_steps // 2
 
 
 EDITS: list[dict[str, Any]] = [
