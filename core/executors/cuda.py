@@ -1,6 +1,7 @@
 """The CUDA executor: runs one model on one GPU from the engine process. Results are read after the launch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner
-from core.runner.decode_graphs import padded_rows, padded_splits
+from core.runner.decode_graphs import padded_rows
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.errors import OutOfMemoryError
@@ -73,6 +74,11 @@ class CudaExecutor:
                 shares_blocks=not config.disable_cascade_attn,
                 **runner_sizes(config, self.info, self.grammars),
             )
+        if self._operations.device.type != "cuda":
+            return
+        with self.memory.fits():
+            self.memory.largest_step()  # compiles the kernels of prompts and of the sampler
+            self.runner.capture_graphs(drafts=config.speculative_config is not None)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
@@ -142,16 +148,10 @@ class CudaMemory:
         if self._device.type != "cuda":
             return None
         total = torch.cuda.mem_get_info(self._device)[1]
-        try:
+        with self.fits():
             peak = self._peak_bytes(self.largest_step)
             # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
             peak += self._peak_bytes(self.largest_decode) - torch.cuda.memory_allocated(self._device)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
-                f"{self._config.max_num_seqs} requests of maximum length does not fit the GPU next to the weights; "
-                f"lower them or max_model_len: {error}"
-            ) from error
         torch.cuda.empty_cache()
         peak += self._tables_bytes()
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
@@ -164,6 +164,18 @@ class CudaMemory:
                 "max_num_batched_tokens"
             )
         return left
+
+    @contextmanager
+    def fits(self) -> Iterator[None]:
+        """Turn torch's error of a step that does not fit into one that names the options. Errors: OutOfMemoryError."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
+                f"{self._config.max_num_seqs} requests of maximum length does not fit the GPU next to the weights; "
+                f"lower them or max_model_len: {error}"
+            ) from error
 
     def _peak_bytes(self, step: Callable[[], None]) -> int:
         """Run the step and return the peak memory of all tensors during it, including weights, in bytes."""
@@ -227,7 +239,7 @@ class CudaMemory:
         model = self._model
         num_rows, device = padded_rows(most_alone(self._config)), self._device
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
+        splits = ceil_div(self._max_model_len(), SPLIT)
         alone = torch.arange(num_rows, dtype=torch.int32, device=device)
         work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
         metadata = tuple(work._replace(window=window) for window in model.windows)

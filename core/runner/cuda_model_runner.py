@@ -175,7 +175,17 @@ class CudaModelRunner(ModelRunner):
 
     def make_graphs(self, num_tokens: int) -> DecodeGraphs:
         """Return graphs, none captured yet, for decode steps of up to `num_tokens` tokens."""
-        return DecodeGraphs(self._decode, self._device, num_tokens, self._llama.config.hidden_size)
+        most_splits = ceil_div(self._tables.tokens.shape[1] - 1, SPLIT)
+        width = self._llama.config.hidden_size
+        return DecodeGraphs(self._decode, self._device, num_tokens, width, most_splits=most_splits)
+
+    @torch.inference_mode()
+    def capture_graphs(self, *, drafts: bool) -> None:
+        """Capture the graphs of all steps that decode, before the first of them. drafts: whether rows may have any."""
+        if self.graphs is not None:
+            num_rows = len(self._tables.tokens)
+            self.graphs.capture_all(self.graphs.sizes(num_rows, self.most_alone - num_rows if drafts else 0))
+            self._wait()
 
     @torch.inference_mode()
     def measure_costs(self) -> Costs:
@@ -335,7 +345,15 @@ class CudaModelRunner(ModelRunner):
         )
         rows, positions, alone, tiles, counts, logits_rows, *rest = sent
         shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
-        if self.graphs is not None and len(alone) == len(rows) and self.graphs.fits(len(rows)):
+        if (
+            self.graphs is not None
+            and len(alone) == len(rows)
+            and self.graphs.fits(
+                self.graphs.size_of(
+                    len(rows), work.num_splits, shares=shared is not None, has_common=common is not None
+                )
+            )
+        ):
             hidden = self.graphs(rows, positions, work.num_splits, shared, common)
         else:
             blocks, splits = self._tables.blocks, work.num_splits

@@ -1,12 +1,12 @@
 """DecodeGraphs: CUDA graphs for steps in which each row decodes one token: one launch instead of hundreds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from ipc.tables.rounding import round_up
+from ipc.tables.rounding import ceil_div, round_up
 
 #: Rows of the largest graph. Larger batches are launched kernel by kernel, because launching takes less time than
 #: running.
@@ -31,19 +31,24 @@ class GraphSize(NamedTuple):
 
 
 class DecodeGraphs:
-    """One graph for each number of rows and of attention splits, both rounded up, captured when first needed.
+    """One graph for each number of rows and of attention splits, both rounded up.
 
-    The logits are not part of a graph: they take few launches, and every graph would need a buffer of B x vocabulary
+    capture_all() captures them before the first request. Later steps of other sizes are launched kernel by kernel. The
+    logits are not part of a graph: they take few launches, and every graph would need a buffer of B x vocabulary
     for them. Graphs run one at a time, so they share their inputs, their result and the memory in between. This class
     needs CUDA.
     """
 
-    def __init__(self, decode: Decode, device: torch.device, num_rows: int, width: int) -> None:
+    def __init__(
+        self, decode: Decode, device: torch.device, num_rows: int, width: int, *, most_splits: int = 1 << 20
+    ) -> None:
         """Allocate the shared buffers.
 
         decode: see Decode. num_rows: the maximum number of rows of a batch. width: length of a hidden state.
+        most_splits: those of the longest context.
         """
-        self._decode = decode
+        self._decode, self._most_splits = decode, most_splits
+        self._is_complete = False
         self.captured: dict[GraphSize, torch.cuda.CUDAGraph] = {}
         # at least 8: all rows of inputs start at multiples of 16 bytes
         size = padded_rows(max(8, min(num_rows, MAX_ROWS)))
@@ -54,10 +59,42 @@ class DecodeGraphs:
         # One stream for all captures, because cuBLAS keeps a workspace for each stream that it has seen.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    @staticmethod
-    def fits(num_rows: int) -> bool:
-        """Return whether there can be a graph for this many rows."""
-        return num_rows <= MAX_ROWS
+    def sizes(self, num_rows: int, num_drafts: int) -> list[GraphSize]:
+        """Return the sizes of steps of up to num_rows rows, which may have up to num_drafts drafts; largest first.
+
+        The first graphs take most of the memory that all others then share.
+        """
+        splits = {self._splits(count) for count in range(1, self._most_splits + 1)}
+        plain = {padded_rows(count) for count in range(1, min(num_rows, MAX_ROWS) + 1)}
+        coarse = {self._power_of_2(count) for count in range(2, min(num_rows + num_drafts, MAX_ROWS) + 1)}
+        sizes = {GraphSize(rows, count) for rows in plain for count in splits}
+        for rows in coarse:
+            if num_drafts:
+                sizes |= {GraphSize(rows, count, shares=True) for count in splits}
+            if rows <= self._power_of_2(num_rows):
+                sizes |= {GraphSize(rows, count, has_common=True) for count in splits - {1}}
+        return sorted(sizes, reverse=True)
+
+    def capture_all(self, sizes: Iterable[GraphSize]) -> None:
+        """Capture graphs of these sizes, in their order. None is captured afterwards."""
+        for size in sizes:
+            self.captured[size] = self._capture(size)
+        self._is_complete = True
+
+    def size_of(self, num_rows: int, num_splits: int, *, shares: bool = False, has_common: bool = False) -> GraphSize:
+        """Return the size of the graph that a step needs."""
+        rows = self._power_of_2(num_rows) if shares or has_common else padded_rows(num_rows)
+        return GraphSize(rows, self._splits(num_splits), shares, has_common)
+
+    def fits(self, size: GraphSize) -> bool:
+        """Return whether there is, or can be, a graph of this size."""
+        return size in self.captured or (size.num_rows <= MAX_ROWS and not self._is_complete)
+
+    def _splits(self, num_splits: int) -> int:
+        return min(padded_splits(num_splits), self._most_splits)
+
+    def _power_of_2(self, num_rows: int) -> int:
+        return min(1 << max(0, num_rows - 1).bit_length(), max(num_rows, self._inputs.shape[1]))
 
     def __call__(
         self,
@@ -72,10 +109,9 @@ class DecodeGraphs:
         The next call overwrites the result. shared [n]: of a step with drafts. common [1]: of one whose rows have
         leading splits in common. For both the number of rows is rounded up to a power of two, to need few graphs.
         """
-        count, is_plain = len(rows), shared is None and common is None
-        num_rows = padded_rows(count) if is_plain else min(_power_of_2(count), self._inputs.shape[1])
-        size = GraphSize(num_rows, padded_splits(num_splits), shared is not None, common is not None)
-        graph = self.captured.get(size)
+        count = len(rows)
+        size = self.size_of(count, num_splits, shares=shared is not None, has_common=common is not None)
+        num_rows, graph = size.num_rows, self.captured.get(size)
         if graph is None:
             graph = self.captured[size] = self._capture(size)
         self._inputs[0, :count], self._inputs[1, :count] = rows, positions
@@ -108,20 +144,25 @@ class DecodeGraphs:
             decode()  # compiles kernels and creates handles, which must not happen during capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Not torch.cuda.graph(), which waits for the device and returns all unused memory to it, each time.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
             decode()
+            graph.capture_end()
         return graph
 
 
+#: Up to how many rows sizes are multiples of which number: padding costs little, and few graphs are captured soon.
+_STEPS = {64: 8, 256: 16, MAX_ROWS: 32}
+
+
 def padded_rows(num_rows: int) -> int:
-    """Return num_rows rounded up to 1, 2, 4 or a multiple of 8."""
-    return next((size for size in (1, 2, 4) if num_rows <= size), round_up(num_rows, 8))
+    """Return num_rows rounded up to 1, 2, 4, or a multiple of 8, of 16 from 64 on, and of 32 from 256 on."""
+    if num_rows <= 4:
+        return 1 << (num_rows - 1).bit_length()
+    return round_up(num_rows, next((step for most, step in _STEPS.items() if num_rows <= most), 32))
 
 
 def padded_splits(num_splits: int) -> int:
-    """Return the smallest power of two that is at least num_splits."""
-    return _power_of_2(num_splits)
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
+    """Return the smallest power of four that is at least num_splits. A split beyond a context's end takes no time."""
+    return 1 << 2 * ceil_div(max(0, num_splits - 1).bit_length(), 2)

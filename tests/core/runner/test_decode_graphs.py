@@ -2,7 +2,7 @@
 gives the same tokens through them. That real graphs do what the recording does, `make gpu` tests."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,12 @@ class Recording:
     def __init__(self) -> None:
         self.run: Callable[[], None] | None = None
 
+    def capture_begin(self, pool: object) -> None:
+        Recording.current = self
+
+    def capture_end(self) -> None:
+        Recording.current = None
+
     def replay(self) -> None:
         assert self.run is not None
         self.run()
@@ -45,32 +51,29 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return streams[-1]
 
     @contextmanager
-    def graph(recording: Recording, pool: object, stream: object) -> Iterator[None]:
+    def use(stream: object) -> Iterator[None]:
         assert stream is streams[-1], "captured where it was warmed up"
-        Recording.current = recording
         yield
-        Recording.current = None
 
     fake = {
         "graph_pool_handle": lambda: 0,
         "Stream": new_stream,
         "current_stream": lambda: SimpleNamespace(wait_stream=lambda other: None),
-        "stream": lambda other: nullcontext(),
+        "stream": use,
         "CUDAGraph": Recording,
-        "graph": graph,
     }
     for name, value in fake.items():
         monkeypatch.setattr(decode_graphs.torch.cuda, name, value)
     init = DecodeGraphs.__init__
 
-    def recorded(self: DecodeGraphs, decode: Decode, device: torch.device, num_rows: int, width: int) -> None:
-        def traced(rows: torch.Tensor, *others: Any) -> None:
-            decode(rows, *others)
+    def recorded(self: DecodeGraphs, decode: Decode, *others: Any, **options: Any) -> None:
+        def traced(rows: torch.Tensor, *given: Any) -> None:
+            decode(rows, *given)
             if (recording := Recording.current) is not None:
-                captured.append((len(rows), others[3]))
-                recording.run = lambda: decode(rows, *others)
+                captured.append((len(rows), given[3]))
+                recording.run = lambda: decode(rows, *given)
 
-        init(self, traced, device, num_rows, width)
+        init(self, traced, *others, **options)
 
     monkeypatch.setattr(DecodeGraphs, "__init__", recorded)
     return captured
@@ -172,7 +175,56 @@ def test_a_runner_with_drafts_gives_the_same_tokens_with_graphs(
 
 
 def test_sizes() -> None:
-    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 250)] == [1, 2, 4, 4, 8, 8, 16, 256]
-    assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 2, 4, 4, 8, 64]
-    assert DecodeGraphs.fits(512)
-    assert not DecodeGraphs.fits(513)
+    assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 65, 250, 257)] == [1, 2, 4, 4, 8, 8, 16, 80, 256, 288]
+    assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 4, 4, 4, 16, 64]
+
+
+def test_all_sizes_are_captured_at_start_and_none_afterwards(cuda: list[tuple[int, int]]) -> None:
+    """For up to 256 rows with any context, in fewer than 150 graphs, the largest first."""
+
+    def decode(
+        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
+    ) -> None:
+        hidden.copy_(rows[:, None])
+
+    graphs = DecodeGraphs(decode, torch.device("cpu"), 256, 1, most_splits=128)
+    for rows in (512, 513):
+        assert graphs.fits(graphs.size_of(rows, 1)) == (rows == 512)
+    graphs.capture_all(graphs.sizes(256, 0))
+    assert cuda[0] == (256, 128)
+    assert [size for size, _ in cuda] == sorted((size for size, _ in cuda), reverse=True)
+    before = len(cuda)
+    assert before == len(graphs.captured) < 150
+    common = torch.ones(1, dtype=torch.int32)
+    for count in range(1, 257):
+        rows = torch.arange(count, dtype=torch.int32)
+        for splits in (1, 7, 128):
+            assert graphs.fits(graphs.size_of(count, splits))
+            assert graphs(rows, rows, splits)[-1].tolist() == [count - 1]
+        if count > 1:
+            assert graphs.fits(graphs.size_of(count, 9, has_common=True))
+            graphs(rows, rows, 9, None, common)
+    assert len(cuda) == before
+    assert not graphs.fits(graphs.size_of(9, 1, shares=True)), "drafts of grammars are launched kernel by kernel"
+    drafting = DecodeGraphs(decode, torch.device("cpu"), 40, 1, most_splits=2)
+    drafting.capture_all(drafting.sizes(8, 32))
+    assert all(drafting.fits(drafting.size_of(count, 2, shares=True)) for count in range(2, 41))
+
+
+def test_a_runner_captures_nothing_once_it_is_ready(
+    cuda: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, ready = engine.runner, list[int]()
+
+    def with_graphs(*options: Any) -> Any:
+        made: Any = plain(*options)
+        made.graphs = made.make_graphs(4)
+        made.capture_graphs(drafts=False)
+        ready.append(len(cuda))
+        return made
+
+    requests = [(engine.ids(9, number), SamplingParams(temperature=0, max_tokens=4 + number)) for number in range(3)]
+    expected = engine.run("triton", requests)
+    monkeypatch.setattr(engine, "runner", with_graphs)
+    assert engine.run("triton", requests, 2).tokens == expected.tokens
+    assert ready == [len(cuda)] == [3]
