@@ -17,6 +17,7 @@ import uvloop
 
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
+from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.http.many.catalog import Entry, read_catalog
 from frontend.http.many.host import ModelHost
@@ -38,7 +39,11 @@ def serve_models(parsed: argparse.Namespace, options: dict[str, Any], tell: Call
     """Serve until a signal; return the exit status. options: of every engine. Errors: ConfigError, EngineStartError."""
     if parsed.http is None:
         raise ConfigError("--models is served over HTTP: add --port 8000, or --http HOST:PORT")
-    for name, value in (("MODEL", options.pop("model", None)), ("--listen", parsed.listen), ("--store", parsed.store)):
+    given = {"MODEL": options.pop("model", None), "--served-model-name": parsed.served_model_name or None}
+    given |= {"--standby": None if parsed.standby == StandbyKind.NO.value else parsed.standby}
+    others = ("listen", "store", "metrics", "owner_file")
+    given |= {"--" + name.replace("_", "-"): getattr(parsed, name) for name in others}
+    for name, value in given.items():
         if value is not None:
             raise ConfigError(f"{name} does not go together with --models")
     catalog = read_catalog(parsed.models, options)

@@ -153,7 +153,11 @@ class ModelHost:
                 self._send(Ready(name, known.address))
             return
         self._tell(f"loading {name}")
-        one = self._running[name] = _Running(self._make_engine(entry, card))
+        try:
+            one = self._running[name] = _Running(self._make_engine(entry, card))
+        except (EngineCoreError, OSError) as error:  # such as no folder for its socket
+            self._send(Ended(name, str(error)))
+            return
 
         def start() -> None:
             one.engine.start()
@@ -161,7 +165,7 @@ class ModelHost:
 
         try:
             await loop.run_in_executor(self._threads, start)
-        except EngineCoreError as error:
+        except (EngineCoreError, OSError) as error:
             await loop.run_in_executor(self._threads, one.engine.close)
             self._forget(name, str(error))
             return

@@ -1,6 +1,7 @@
 """ManyModels: the HTTP worker's side of many models. It finds a request's model, and waits until that is loaded."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
@@ -231,7 +232,8 @@ class ManyModels:
             system=card.system,
         )
         service = self._services[name] = Service(engine, options, self.shared)
-        await service.adapters.look()
+        with contextlib.suppress(EngineCoreError):  # it has died, which the host says next
+            await service.adapters.look()
         self.residents.on_ready(name, time.monotonic())
         self._act()
 

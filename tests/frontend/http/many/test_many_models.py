@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from frontend.http.callers.keys import digest_of
+from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving, wait_for
+from tools.commands import ps, serve, stop
 
 _OF_ALL = """
 model = "{model}"
@@ -88,16 +90,15 @@ class Stream:
         fields = {"content-type": "application/json", "authorization": "Bearer owner"}
         self._connection.request("POST", "/v1/completions", json.dumps(body), fields)
         self._answer = self._connection.getresponse()
-        self.texts, self.longest_gap_s = list[str](), 0.0
+        self.texts, self.longest_gap_s, self._last = list[str](), 0.0, 0.0
 
     def read(self, count: int = 1 << 30) -> str:
         """Read this many events, or all; return the text so far."""
-        last = time.monotonic()
         for _ in range(count):
             while not (line := self._answer.readline().strip()).startswith(b"data:"):
-                assert line == b"", line
+                assert line == b"" or line.startswith(b":"), line
             now = time.monotonic()
-            self.longest_gap_s, last = max(self.longest_gap_s, now - last), now
+            self.longest_gap_s, self._last = max(self.longest_gap_s, now - (self._last or now)), now
             if line == b"data: [DONE]":
                 self._connection.close()
                 break
@@ -119,11 +120,11 @@ def test_models_of_several_kinds_are_loaded_on_request(many: Caller) -> None:
 
 
 def test_the_least_recently_used_one_leaves(many: Caller) -> None:
-    unload(many, *(name for name, state in states(many).items() if state == "loaded"))
-    for name in ("a", "b", "a"):
-        assert chat(many, name).status == 200
+    assert chat(many, "a").status == 200
     assert post(many, "/v1/embeddings", {"model": "vectors", "input": "text"}).status == 200
-    assert (states(many)["a"], states(many)["b"]) == ("loaded", "unloaded")
+    for name in ("a", "b"):
+        assert chat(many, name).status == 200
+    assert (states(many)["a"], states(many)["vectors"]) == ("loaded", "unloaded")
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_size(many: Caller) -> None:
@@ -179,18 +180,54 @@ def test_a_pull_without_network_says_so_by_name(many: Caller) -> None:
     assert post(many, "/api/pull", {"model": "a", "stream": False}).json == {"status": "success"}
 
 
-def test_the_death_of_one_engine_does_not_disturb_the_others(many: Caller) -> None:
-    unload(many, *(name for name, state in states(many).items() if state == "loaded"))
-    alone = Stream(many, "b", 300).read()
-    (first,) = processes(many.process.pid, "core")
+def test_the_commands_list_and_unload(
+    many: Caller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ENGINE_CORE_API_KEY", "owner")
+    url = ("--url", f"http://127.0.0.1:{many.port}")
     assert chat(many, "a").status == 200
-    (killed,) = set(processes(many.process.pid, "core")) - {first}
+    assert ps.main(["--json", *url]) == 0
+    listed = {one["name"]: one for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert (listed["a"]["state"], listed["a"]["expires_at"][:2]) == ("loaded", "20")
+    assert ps.main(["--all", *url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "STATE", "MEMORY", "UNTIL"]
+    assert ["absent", "unavailable"] in [line.split() for line in lines]
+    assert stop.main(["a", *url]) == 0
+    wait_for(lambda: states(many)["a"] == "unloaded")
+    with pytest.raises(ConfigError, match="answered 404: the model 'zz' is not served here"):
+        stop.main(["zz", *url])
+    with pytest.raises(ConfigError, match=r"no server with many models answers at http://127\.0\.0\.1:1"):
+        ps.main(["--url", "http://127.0.0.1:1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--models", "org/a"], "add --port 8000"),
+        (["--models", "org/a", "--port", "0", "--store", "x"], "--store does not go together with --models"),
+        (["org/b", "--models", "org/a", "--port", "0"], "MODEL does not go together"),
+        (["--models", "org/a", "--port", "0", "--standby", "import"], "--standby does not go"),
+        (["--models", " , ", "--port", "0"], "--models takes a TOML file"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        serve.main(words)
+
+
+def test_the_death_of_one_engine_does_not_disturb_the_others(many: Caller) -> None:
+    unload(many, "a")
+    alone = Stream(many, "b", 300).read()
+    others = set(processes(many.process.pid, "core"))
+    assert chat(many, "a").status == 200
+    (killed,) = set(processes(many.process.pid, "core")) - others
     streams = [Stream(many, name, 300) for name in ("b", "a")]
     for stream in streams:
         stream.read(20)
     os.kill(killed, signal.SIGKILL)
     assert [stream.read() for stream in streams] == [alone, alone]
-    assert first in processes(many.process.pid, "core")
+    assert others & set(processes(many.process.pid, "core"))
 
 
 def test_the_engines_survive_the_http_server(many: Caller) -> None:
