@@ -25,14 +25,18 @@ def main() -> None:
         with serving("--models", str(path)) as caller:
             alone = Stream(caller, "a", 600)
             alone.read()
-            stream, waits = Stream(caller, "a", 2500), list[float]()
+            stream, waits, gaps = Stream(caller, "a", 2000), list[float](), list[float]()
             other = threading.Thread(target=_load_often, args=(caller, waits))
             stream.read(20)
             other.start()
             while other.is_alive():
                 stream.read(1)
+                gaps.append(stream.longest_gap_s)
+                if stream.is_ended:
+                    stream = Stream(caller, "a", 2000)
+            stream.close()
             print(f"longest gap alone: {alone.longest_gap_s * 1000:.0f} ms")
-            print(f"longest gap while the other one loads: {stream.longest_gap_s * 1000:.0f} ms")
+            print(f"longest gap while the other one loads: {max(gaps) * 1000:.0f} ms")
             print(f"first token of a model that is not loaded: {statistics.median(waits) * 1000:.0f} ms (median of 5)")
 
 

@@ -91,6 +91,11 @@ class Stream:
         self._connection.request("POST", "/v1/completions", json.dumps(body), fields)
         self._answer = self._connection.getresponse()
         self.texts, self.longest_gap_s, self._last = list[str](), 0.0, 0.0
+        self.is_ended = False
+
+    def close(self) -> None:
+        self._answer.close()
+        self._connection.close()
 
     def read(self, count: int = 1 << 30) -> str:
         """Read this many events, or all; return the text so far."""
@@ -100,7 +105,8 @@ class Stream:
             now = time.monotonic()
             self.longest_gap_s, self._last = max(self.longest_gap_s, now - (self._last or now)), now
             if line == b"data: [DONE]":
-                self._connection.close()
+                self.is_ended = True
+                self.close()
                 break
             event = json.loads(line.removeprefix(b"data: "))
             assert "error" not in event, event
