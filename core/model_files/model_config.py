@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from core.model_files.gguf.config_gguf import read_gguf_config
+from core.model_files.gguf.gguf_grid import grid_row, with_grid
 from core.model_files.gguf.gguf_vision import read_gguf_vision
 from core.model_files.settings.config_json import read_json_config
 from core.model_files.settings.text_part import TEXT_PARTS
@@ -34,7 +35,12 @@ def read_model_config(path: Path, mmproj: str | None = None) -> ModelConfig:
     if path.suffix != ".gguf":
         return read_json_config(path)
     config = read_gguf_config(path)
-    return config if projector is None else msgspec.structs.replace(config, vision=read_gguf_vision(projector))
+    if projector is None:
+        return config
+    if (row := grid_row(projector)) is None:
+        return msgspec.structs.replace(config, vision=read_gguf_vision(projector))
+    parts, axes = with_grid(config, path, projector, row)
+    return msgspec.structs.replace(config, vision=parts, rope_axes=axes)
 
 
 def _architectures(path: Path) -> list[str]:

@@ -17,16 +17,23 @@ from ipc.files.gguf import GgufValue, read_gguf
 class ProjectorKind(NamedTuple):
     """What follows from llama.cpp's name of a projector."""
 
-    text: str  # general.architecture of the text's model
+    texts: tuple[str, ...]  # general.architecture of the text's models
     mark: str  # the token for a row of an image
     processor: str  # image_processor_type in preprocessor_config.json
 
 
 #: The file in a model's folder with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
+_QWEN = "Qwen2VLImageProcessor"
+#: The fewest and the most pixels of an image in the processors of the published models, which files may not state.
+_BOUNDS = {"qwen3vl_merger": (256 * 256, 4096 * 4096)}
+_OTHER_BOUNDS = (56 * 56, 28 * 28 * 16384)
 PROJECTOR_KINDS = {
-    "gemma3": ProjectorKind("gemma3", "<image_soft_token>", "Gemma3ImageProcessor"),
-    "idefics3": ProjectorKind("llama", "<image>", "Idefics3ImageProcessor"),
+    "gemma3": ProjectorKind(("gemma3",), "<image_soft_token>", "Gemma3ImageProcessor"),
+    "idefics3": ProjectorKind(("llama",), "<image>", "Idefics3ImageProcessor"),
+    "qwen2vl_merger": ProjectorKind(("qwen2vl",), "<|image_pad|>", _QWEN),
+    "qwen2.5vl_merger": ProjectorKind(("qwen2vl",), "<|image_pad|>", _QWEN),
+    "qwen3vl_merger": ProjectorKind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), "<|image_pad|>", _QWEN),
 }
 
 
@@ -69,6 +76,8 @@ def processor_settings(file: Path) -> bytes:
     read_gguf().
     """
     metadata = read_gguf(file).metadata
+    if PROJECTOR_KINDS[projector_kind(metadata)].processor == _QWEN:
+        return json.dumps(_any_size(metadata)).encode()
     side = metadata.get("clip.vision.image_size")
     longest = metadata.get("clip.vision.preproc_image_size")
     if not isinstance(side, int) or not isinstance(longest, int | None):
@@ -82,6 +91,28 @@ def processor_settings(file: Path) -> bytes:
     return json.dumps(settings).encode()
 
 
+def pixel_bounds(metadata: dict[str, GgufValue]) -> tuple[int, int]:
+    """Return the fewest and the most pixels of an image of any size. Errors: ModelFileError."""
+    names, default = ("image_min_pixels", "image_max_pixels"), _BOUNDS.get(projector_kind(metadata), _OTHER_BOUNDS)
+    low, high = (metadata.get(f"clip.vision.{name}", one) for name, one in zip(names, default, strict=True))
+    if not isinstance(low, int) or not isinstance(high, int) or not 1 <= low <= high:
+        raise ModelFileError(
+            f"clip.vision.image_min_pixels and image_max_pixels must be numbers of pixels, got {low!r:.80} and "
+            f"{high!r:.80}"
+        )
+    return low, high
+
+
+def _any_size(metadata: dict[str, GgufValue]) -> dict[str, Any]:
+    low, high = pixel_bounds(metadata)
+    return {
+        "image_processor_type": _QWEN,
+        "patch_size": metadata.get("clip.vision.patch_size"),
+        "merge_size": metadata.get("clip.vision.spatial_merge_size", 2),
+        "size": {"shortest_edge": low, "longest_edge": high},
+    }
+
+
 def _fault(file: Path, path: Path) -> str:
     """Return why a file is not the projector of the model in `path`; "" if it is."""
     metadata, model = read_gguf(file).metadata, read_gguf(path).metadata
@@ -92,8 +123,8 @@ def _fault(file: Path, path: Path) -> str:
         )
     if (kind := PROJECTOR_KINDS.get(name)) is None:
         return f"has a projector of type {name!r:.80}; supported are {', '.join(PROJECTOR_KINDS)}"
-    if text != kind.text:
-        return f"is for models of the architecture {kind.text!r}, and {path} has {text!r:.80}"
+    if text not in kind.texts:
+        return f"is for models of the architecture {' or '.join(map(repr, kind.texts))}, and {path} has {text!r:.80}"
     theirs, ours = metadata.get("clip.vision.projection_dim"), model.get(f"{text}.embedding_length")
     if theirs != ours:
         return f"belongs to another model: its rows have {theirs!r:.80} numbers, but those of {path} have {ours!r:.80}"

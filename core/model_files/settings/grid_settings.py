@@ -56,7 +56,7 @@ def read_grid(vision: Values, processor: Values, row: GridArchitecture, text: Mo
         patch_size=patch,
         frames=vision.integer("temporal_patch_size"),
         merge_size=merge,
-        max_rows=min(_max_pixels(processor), _MAX_IMAGE_BYTES // 3) // unit**2 or 1,
+        max_rows=max_rows(_max_pixels(processor), unit),
         norm_eps=1e-6,
         is_centred=row.is_centred,
         hidden_act=vision.get("hidden_act"),
@@ -86,6 +86,11 @@ def rope_axes(rope: dict[str, Any], row: GridArchitecture, text: ModelConfig, va
     if not row.in_turn:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
     return tuple(pair % 3 if pair < 3 * sections[pair % 3] else 0 for pair in range(count))
+
+
+def max_rows(max_pixels: int, unit: int) -> int:
+    """Return the most rows of an image: of max_pixels, or of what a client can send. unit: side of a row's pixels."""
+    return min(max_pixels, _MAX_IMAGE_BYTES // 3) // unit**2 or 1
 
 
 def _max_pixels(processor: Values) -> int:

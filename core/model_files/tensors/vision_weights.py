@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.model_files.gguf.gguf_grid import open_gguf_grid
 from core.model_files.gguf.gguf_vision import open_gguf_vision
 from core.model_files.load_format import made_up
 from core.model_files.tensors.weights import load_tensors
@@ -30,7 +31,8 @@ def open_vision(
         flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
         return made_up(flat, dtype)
     if source.suffix == ".gguf":
-        assert isinstance(parts, VisionParts), parts
+        if isinstance(parts, GridParts):
+            return open_gguf_grid(source, parts, hidden_size, dtype)
         return open_gguf_vision(source, parts, hidden_size, dtype)
     files = [name for tensors in read_safetensors_folder(source).values() for name in tensors]
     theirs = {(grid_name if is_grid else vision_name)(name): name for name in files}

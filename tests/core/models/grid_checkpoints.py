@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import tokenizers
@@ -127,3 +128,53 @@ def greedy(family: str, ids: list[int], images: list[npt.NDArray[np.uint8]], cou
     with torch.no_grad():
         got = tiny_model(family).generate(**inputs_of(ids, images), max_new_tokens=count, do_sample=False)
     return [int(token) for token in got[0, len(ids) :]]
+
+
+def write_grid_projector(path: Path, family: str, kind: str) -> Path:
+    """Write the encoder as llama.cpp's converter does: two tensors for patches; Q, K and V apart in Qwen 2's."""
+    model = tiny_model(family)
+    vision, writer = model.config.vision_config, gguf.GGUFWriter(path, "clip")
+    width = getattr(vision, "embed_dim", vision.hidden_size)
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(kind)
+    writer.add_vision_projection_dim(model.config.text_config.hidden_size)
+    writer.add_vision_image_size(560)
+    writer.add_vision_patch_size(vision.patch_size)
+    writer.add_vision_spatial_merge_size(vision.spatial_merge_size)
+    writer.add_vision_embedding_length(width)
+    writer.add_vision_feed_forward_length(model.config.text_config.hidden_size)  # as it is for Qwen2-VL
+    writer.add_vision_block_count(vision.depth)
+    writer.add_vision_head_count(vision.num_heads)
+    writer.add_vision_image_mean(processor().image_mean)
+    writer.add_vision_image_std(processor().image_std)
+    writer.add_uint32("clip.vision.image_min_pixels", SIZE["shortest_edge"])
+    writer.add_uint32("clip.vision.image_max_pixels", SIZE["longest_edge"])
+    deep = list(getattr(vision, "deepstack_visual_indexes", ()))
+    if deep:
+        writer.add_vision_is_deepstack_layers([layer in deep for layer in range(vision.depth)])
+    if family == "qwen2.5-vl":
+        writer.add_vision_n_wa_pattern(vision.fullatt_block_indexes[0] + 1)
+        writer.add_vision_window_size(vision.window_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.depth)
+    for name, tensor in model.model.visual.state_dict().items():
+        numbers, (stem, kind_of) = tensor.float().numpy(), name.rsplit(".", 1)
+        if name == "patch_embed.proj.weight":
+            writer.add_tensor("v.patch_embd.weight", np.ascontiguousarray(numbers[:, :, 0]))
+            writer.add_tensor("v.patch_embd.weight.1", np.ascontiguousarray(numbers[:, :, 1]))
+        elif stem.startswith("deepstack_merger_list."):
+            _, index, part = stem.split(".")
+            writer.add_tensor(f"v.deepstack.{deep[int(index)]}.{part.removeprefix('linear_')}.{kind_of}", numbers)
+        elif stem.startswith("merger."):
+            part = {"linear_fc1": "mm.0", "mlp.0": "mm.0", "linear_fc2": "mm.2", "mlp.2": "mm.2"}
+            writer.add_tensor(f"{part.get(stem.removeprefix('merger.'), 'v.post_ln')}.{kind_of}", numbers)
+        elif stem.endswith(".qkv") and kind != "qwen3vl_merger":
+            for part, rows in zip("qkv", np.split(numbers, 3), strict=True):
+                own = names.get_name(f"visual.{stem.removesuffix('qkv')}{part}")
+                writer.add_tensor(f"{own}.{kind_of}", np.ascontiguousarray(rows))
+        else:
+            writer.add_tensor(f"{names.get_name(f'visual.{stem}')}.{kind_of}", numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

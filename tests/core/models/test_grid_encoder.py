@@ -1,10 +1,13 @@
 """The encoders of Qwen's models against transformers: rows, error, tokens; and a request's bits in any company."""
 
+import json
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,16 +15,20 @@ from safetensors.torch import load_file, save_file
 
 from core.executors.local import LocalExecutor
 from core.features.store import Features
+from core.model_files.gguf.gguf_grid import grid_row, open_gguf_grid, with_grid
 from core.model_files.model_config import read_model_config
 from core.models.grid_encoder import GridEncoder, _windows
+from core.models.grid_parts import GridParts
 from core.models.llama import Llama
 from core.runner.feature_rows import FeatureRows
 from core.runner.step_inputs import StepInputs
-from frontend.images.any_size import AnySizeImages
+from frontend.images.any_size import AnySizeImages, any_size_images
 from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.files.projector import processor_settings, projector_of
 from ipc.options.config import EngineConfig
-from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.feature_messages import FeatureLimits, FeatureUse
 from kernels.cpu.library import load_cpu_library
+from kernels.elements import FLOAT32
 from tests.core.models.grid_checkpoints import (
     FAMILIES,
     SIZE,
@@ -32,6 +39,7 @@ from tests.core.models.grid_checkpoints import (
     tiny_model,
     tiny_tokenizer,
     write_checkpoint,
+    write_grid_projector,
 )
 from tests.core.models.idefics3_checkpoint import noise
 from tests.core.models.test_vision_encoder import set_setting
@@ -237,3 +245,42 @@ def test_wrong_settings(tmp_path: Path, keys: list[str], value: Any, error: type
     set_setting(tmp_path, keys, value)
     with pytest.raises(error, match=text):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "architecture"),
+    [
+        ("qwen2-vl", "qwen2vl_merger", "qwen2vl"),
+        ("qwen2.5-vl", "qwen2.5vl_merger", "qwen2vl"),
+        ("qwen3-vl", "qwen3vl_merger", "qwen3vl"),
+    ],
+)
+def test_a_projector_gives_the_rows_of_the_folder(
+    family: str, kind: str, architecture: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    _, encoder = loaded(folders[family])
+    file = write_grid_projector(tmp_path / "mmproj-tiny.gguf", family, kind)
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
+    writer.add_array(
+        f"{architecture}.rope.dimension_sections", [*FAMILIES[family][1]["rope_parameters"]["mrope_section"], 0]
+    )
+    writer.add_embedding_length(tiny_model(family).config.text_config.hidden_size)
+    writer.add_token_list(["a", "<|image_pad|>"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    text = tmp_path / "tiny.gguf"
+    assert projector_of(text, None) == file
+    row, config = grid_row(file), read_model_config(folders[family])
+    assert row is not None
+    parts, axes = with_grid(config, text, file, row)
+    assert isinstance(config.vision, GridParts)
+    colours = {"image_mean": parts.image_mean, "image_std": parts.image_std}  # float32 in the file
+    assert (parts, axes) == (msgspec.structs.replace(config.vision, **colours), config.rope_axes)
+    weights = open_gguf_grid(file, parts, config.hidden_size, FLOAT32)
+    other = GridEncoder(parts, config.hidden_size, weights, FLOAT32, library=load_cpu_library())
+    assert np.array_equal(ours(other, 0), ours(encoder, 0))
+    settings = json.loads(processor_settings(file))
+    limits = FeatureLimits(48, 1 << 20, encoder.image_size, encoder.num_rows, any_size=True)
+    assert any_size_images(settings, limits, lambda token: RULES.mark_id) == RULES
