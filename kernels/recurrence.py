@@ -74,6 +74,7 @@ class RecurrenceParts:
     norm: Floats | None = None  # weight [value_dim], or of a state space [heads * value_dim]
     eps: float = 0.0  # of the norm
     steps: tuple[float, float] = (0.0, float("inf"))  # smallest and largest step of a state space
+    most_beta: float = 1.0  # of a gated delta net: the largest beta
 
 
 class StateRows(NamedTuple):
@@ -148,7 +149,7 @@ def _factors(parts: RecurrenceParts, columns: list[Floats]) -> tuple[Floats, Flo
     assert parts.step_biases is not None, parts.sizes
     steps = np.logaddexp(np.float32(0), columns[-1] + parts.step_biases)
     if parts.sizes.kind == "gated delta":
-        return np.exp(-parts.rates * steps), _sigmoid(columns[-2])
+        return np.exp(-parts.rates * steps), np.float32(parts.most_beta) * _sigmoid(columns[-2])
     steps = steps.clip(*map(np.float32, parts.steps))
     return np.exp(-parts.rates * steps), steps
 

@@ -63,7 +63,7 @@ def is_foreign(path: Path) -> bool:
 
 _INDEXER = "sparse attention, in which an indexer chooses the tokens that a query sees"
 _SIDE_BY_SIDE = "attention and a recurrent state side by side in one layer"
-_ONE_PART = "layers of one part each: attention, a recurrent state or an MLP"
+_ENCODER = "the vision encoder that its files have, and"
 _CHANNELS = "delta attention with a decay for each channel"
 #: Architectures that neither our code nor our use of transformers' code runs -> what they need that is missing.
 MISSING_PARTS: dict[str, str] = {
@@ -79,9 +79,15 @@ MISSING_PARTS: dict[str, str] = {
     "Qwen4ExpForCausalLM": f"hyper-connections, tables of n-grams, and {_INDEXER}",
     "Llama4ForCausalLM": "attention within chunks of the context",
     "Llama4ForConditionalGeneration": "attention within chunks of the context",
-    "NemotronHForCausalLM": _ONE_PART,
     "FalconH1ForCausalLM": _SIDE_BY_SIDE,
-    "OlmoHybridForCausalLM": "gated delta nets whose steps may be larger than 1",
+    "HYV4ForCausalLM": f"hyper-connections, and {_INDEXER}",
+    "ZayaForCausalLM": "attention whose queries and keys come from a convolution over tokens",
+    "InklingForCausalLM": "scores of attention that depend on distances, and convolutions over keys and values",
+    "InklingForConditionalGeneration": "scores of attention that depend on distances, and encoders of images and audio",
+    "Kimi_K25ForConditionalGeneration": f"{_ENCODER} latent attention under its names",
+    "Step3p7ForConditionalGeneration": f"{_ENCODER} layers with other numbers of heads",
+    "MuseGlimmerForConditionalGeneration": f"{_ENCODER} normalised embeddings",
+    "DiffusionGemmaForBlockDiffusion": "decoding of whole blocks by diffusion",
 }
 
 

@@ -17,8 +17,11 @@ from kernels.recurrence import RecurrenceKind, RecurrenceSizes
 from kernels.value_form import ValueForm
 
 #: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
-#: gelu and relu2 (the square of relu) are for MLPs without a gate.
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu", "gelu", "relu2"]
+#: gelu, relu2 (the square of relu) and xielu, which has numbers of each layer (kernels/cpu/c/layers/gate.h), are for
+#: MLPs without a gate.
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu", "gelu", "relu2", "xielu"]
+#: Our names of xIELU's numbers in an MLP.
+XIELU_NAMES = ("alpha_p", "alpha_n", "beta", "eps")
 EncoderActivation = Literal["gelu", "gelu_pytorch_tanh", "silu"]
 #: The MLP's input: the sum with attention's output ("in turn"), or attention's input, with its own norm or the same
 #: one.
@@ -119,6 +122,10 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
     has_product_biases: bool = False
     rates_are_logs: bool = True  # the file has the logarithms of the rates; otherwise their negatives
     steps: tuple[float, float] = (0.0, math.inf)
+    most_beta: float = 1.0
+    norm_eps: float | None = None  # of the norm of its results; None: that of the model
+    #: The file has the convolution's channels of queries, keys and values as tensors of their own.
+    has_split_convolution: bool = False
 
     @property
     def sizes(self) -> RecurrenceSizes:
@@ -143,8 +150,17 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
         sizes = self.sizes
         values, heads = sizes.out_width, self.num_heads
         widths = {"in_proj": sum(sizes.parts), "qkv_proj": self.channels, "z_proj": values, "b_proj": heads}
+        keys = self.num_groups * self.key_dim
+        widths |= {"q_proj": keys, "k_proj": keys, "v_proj": values}
         widths |= {"a_proj": heads, "qkvz_proj": self.channels + values, "ba_proj": 2 * heads}
         return {name: widths[name] for name in self.inputs}
+
+    @property
+    def convolution_widths(self) -> dict[str, int]:
+        """Return the channels of each tensor of the convolution in the file, by our name."""
+        if not self.has_split_convolution:
+            return {"convolution": self.channels}
+        return {f"{name}_convolution": self.input_widths[f"{name}_proj"] for name in "qkv"}
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +212,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm_of_rows: bool = False  # with qk_norm: all of Q's heads are normalised together, and all of K's
     qk_norm_by_head: bool = False  # with qk_norm: each head has its own weights
     qk_norm_after: bool = False  # with qk_norm: after the rotation; otherwise before it
-    pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
+    #: The inputs of attention and of the MLP are normalised. If not, those of layers with a recurrent state still are,
+    #: and these layers have no post_norms.
+    pre_norms: bool = True
     post_norms: bool = False  # the outputs of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
     centred_norms: bool = False  # norms, including those of heads, are layer normalisations; otherwise RMS norms
@@ -216,6 +234,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product of its input
     head_gates: bool = False  # so is each head, by the sigmoid of one number
     recurrent: RecurrentParts | None = None  # None: all layers have attention
+    #: If the file has a layer's halves as layers of their own: the numbers there of each layer's mixer and MLP; -1: it
+    #: has no MLP.
+    file_layers: tuple[tuple[int, int], ...] = ()
     encoder: EncoderParts | None = None  # None: the layers are a decoder's
     sees_all: bool = False  # a decoder's layers in which tokens see the whole prompt, like an encoder's
     vision: VisionParts | GridParts | None = None  # None: the model takes no images
@@ -261,13 +282,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many float32 numbers the recurrent states of a request have, in all layers together."""
         return 0 if self.recurrent is None else len(self.recurrent.layers) * self.recurrent.sizes.state_size
 
+    def norms_of(self, layer: int) -> tuple[bool, bool]:
+        """Return whether the layer normalises inputs, and whether it normalises outputs."""
+        if not self.pre_norms and layer in self.recurrent_layers:
+            return True, False
+        return self.pre_norms, self.post_norms
+
+    def has_mlp(self, layer: int) -> bool:
+        """Return whether the layer has an MLP of any kind."""
+        return not self.file_layers or self.file_layers[layer][1] >= 0
+
     def has_dense_mlp(self, layer: int) -> bool:
         """Return whether the layer has an MLP without a router."""
+        if not self.has_mlp(layer):
+            return False
         return self.experts is None or self.experts.beside_dense or layer in self.experts.dense_layers
 
     def has_experts(self, layer: int) -> bool:
         """Return whether the layer has a routed MLP."""
-        return self.experts is not None and layer not in self.experts.dense_layers
+        return self.experts is not None and self.has_mlp(layer) and layer not in self.experts.dense_layers
 
     def mlp_size(self, layer: int) -> int:
         """Return the size of the layer's dense MLP."""
@@ -306,16 +339,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_matrix_weights(self) -> int:
         """Number of weights that steps multiply with, head and all experts included."""
         every, routed = range(self.num_hidden_layers), 0
+        matrices = 3 if self.is_gated else 2  # of an MLP
         if self.experts is not None:
-            routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
-            routed += 3 * self.experts.shared_size
+            routed = self.experts.num_experts * (1 + matrices * self.experts.intermediate_size)
+            routed += matrices * self.experts.shared_size
         products = sum(self.num_attention_weights(one) for one in every if one not in self.recurrent_layers)
         if self.recurrent is not None:
             sizes = self.recurrent.sizes
             products += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
         if self.per_layer is not None:  # their projection, gates and products
             products += 3 * self.num_hidden_layers * self.per_layer.width
-        matrices = 3 if self.is_gated else 2  # of a dense MLP
         products += sum(matrices * self.mlp_size(one) for one in every if self.has_dense_mlp(one))
         products += routed * sum(map(self.has_experts, every))
         return (products + self.vocab_size) * self.hidden_size

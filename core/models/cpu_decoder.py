@@ -104,7 +104,7 @@ def _parts(layer: Layer) -> LayerParts:
         o=_matrix(mixer.o),
         attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
         mlp_norm=_norm(layer.mlp_norm),
-        mlp=_mlp(layer.mlp),
+        mlp=None if layer.mlp is None else _mlp(layer.mlp),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
         kind=layer.kind,
         beside=None if layer.beside is None else _beside(layer.beside),

@@ -175,6 +175,7 @@ class DraftHead:
         x, residual = self._join(token_ids, states, positions)
         step = self._step(positions, slots, cache, self._plan(positions + 1, block_tables, cache))
         layer, mtp = self._layer, self.config.mtp
+        assert layer.mlp is not None
         x = layer.mlp(layer.mlp_norm.after(residual, layer.mixer(x, step)))
         x = self._norm.after(residual, x)
         return self._over_vocabulary(self._head(x)), to_floats(x) if mtp and mtp.reads_normed else residual

@@ -317,8 +317,9 @@ class Llama:
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):
             x = layer.attention_out(layer.mixer(x, step))
-            x = layer.mlp(layer.mlp_norm.after(hidden, x))
-            x = layer.mlp_out(x if layer.beside is None else layer.beside(hidden, x))
+            if layer.mlp is not None:
+                x = layer.mlp(layer.mlp_norm.after(hidden, x))
+                x = layer.mlp_out(x if layer.beside is None else layer.beside(hidden, x))
             if layer.own_inputs is not None and own is not None:
                 operations.add(hidden, x)
                 x = layer.own_inputs(hidden, own, inputs.token_ids, projected, index)

@@ -128,7 +128,8 @@ class CpuDecoder:
         self._widths, self._mixed_width = widths_of(self._width, layers), mixed_width(layers)
         if group is not None:
             self._join(group, first)
-        self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
+        norms = (norm for parts in layers for norm in (parts.attention_out_norm, parts.mlp_out_norm))
+        self._normalises_added = any(norm is not None for norm in norms)
         self._kinds = (KindArguments * len(tables))()
         # Each kind has its own scratch memory.
         self._attention = [(CpuAttention(library), kind.attention) for kind in self._kinds]

@@ -76,7 +76,7 @@ class LayerParts(NamedTuple):
     o: PackedMatrix
     attention_out_norm: CpuNorm | None
     mlp_norm: CpuNorm
-    mlp: DenseParts | CpuExperts
+    mlp: DenseParts | CpuExperts | None  # None: the layer ends after its first half
     mlp_out_norm: CpuNorm | None
     kind: int  # index into a step's plans and tables, one for each kind of layer
     place: int = 0  # of the layer's K and V in the cache
@@ -204,6 +204,7 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         attention_out_norm=constants(parts.attention_out_norm),
         mlp_out_norm=constants(parts.mlp_out_norm),
         kind=parts.kind,
+        lacks_mlp=parts.mlp is None,
         output_gate=None if gate is None else ctypes.addressof(gate.arguments),
     )
     if isinstance(mix, CpuRecurrence):

@@ -14,9 +14,17 @@ from kernels.memory.aligned import aligned_empty
 #: Version of the arithmetic of products in 8 bits; part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4, "relu2": 5, "quick_gelu": 6}
+GATES = {
+    "silu": 1,
+    "gelu_pytorch_tanh": 2,
+    "gelu": 3,
+    "clamped_silu": 4,
+    "relu2": 5,
+    "quick_gelu": 6,
+    "xielu": 7,
+}
 #: Activations that a product without a gate may have.
-ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2", "quick_gelu")
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2", "quick_gelu", "xielu")
 
 
 _BLOCK, _BLOCK_BYTES = 32, 48  # numbers and bytes of an Int8Block (int8.h)
@@ -59,9 +67,11 @@ class PackedMatrix:
         out_dtype: Dtype | None = None,  # float32 or bfloat16; None = dtype
         gate: str | None = None,  # a name in GATES
         activation: str | None = None,
+        constants: Floats | None = None,  # of an activation that has any
         is_kept: bool = False,
     ) -> None:
         assert activation is None or (gate is None and activation in ACTIVATIONS), activation
+        assert (constants is not None) == (activation == "xielu"), activation
         if not isinstance(weight, PackedWeights):
             weight = pack(library, weight, dtype, is_gated=gate is not None, is_kept=is_kept)
         in_8_bits = weight.packing == INT8
@@ -74,6 +84,7 @@ class PackedMatrix:
         self.variant = f"c-{library.variant}"  # identifies the arithmetic, which determines the bits of a product
         self.variant += f"-int8.{INT8_ARITHMETIC}" if in_8_bits else ""
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
+        self._constants = None if constants is None else np.ascontiguousarray(constants, np.float32)
         self.packed, self.packing = weight.packed, weight.packing
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Not set yet: x, y, their rows and strides, and the next product.
@@ -87,6 +98,7 @@ class PackedMatrix:
             gate=0 if gate is None else GATES[gate],
             packing=self.packing,
             activation=0 if activation is None else GATES[activation],
+            constants=None if self._constants is None else self._constants.ctypes.data,
         )
 
     def __call__(self, x: Numbers) -> Numbers:

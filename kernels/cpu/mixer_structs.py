@@ -23,7 +23,7 @@ class RecurrenceArguments(CStruct):
         *fields("kernel bias rates step_biases skips norm", POINTER),
         *fields("channels width state_offset", INT64),
         *fields("kind dtype taps num_heads num_groups takes_turns key_dim value_dim", INT32),
-        *fields("eps least_step most_step", FLOAT),
+        *fields("eps least_step most_step most_beta", FLOAT),
     )
 
 

@@ -49,6 +49,7 @@ class CpuRecurrence:
             eps=parts.eps,
             least_step=parts.steps[0],
             most_step=parts.steps[1],
+            most_beta=parts.most_beta,
         )
         self._run = library.function("recurrence", ctypes.POINTER(RecurrenceStepArguments))
 

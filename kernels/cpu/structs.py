@@ -100,7 +100,7 @@ class GemmArguments(CStruct):
         *_fields("dtype y_dtype gate streams packing activation", _INT32),
         *_fields("next quantized", _POINTER),
         ("quantized_stride", _INT64),
-        ("lora", _POINTER),
+        *_fields("lora constants", _POINTER),
     )
 
 
@@ -205,7 +205,7 @@ class LayerArguments(CStruct):
         ("tap", _INT64),
         *_fields("norms_of_rows centred_norms norms_after values", _INT32),
         ("layer_scale", _FLOAT),
-        ("reserved", _INT32),
+        ("lacks_mlp", _INT32),
         *_fields("experts beside per_layer sinks latent recurrence output_gate", _POINTER),
     )
 

@@ -101,6 +101,11 @@ def unrotated_layers(
     match architecture.unrotated:
         case "none":
             return ()
+        case "all":
+            return tuple(range(num_layers))
+        case "without rope_theta":
+            rope = values.group("rope_parameters")
+            return () if rope is not None and rope.get("rope_theta") is not None else tuple(range(num_layers))
         case "by layer_rope_theta":
             thetas = _layer_thetas(values, num_layers)
             return tuple(layer for layer, theta in enumerate(thetas) if theta == 0)

@@ -25,6 +25,7 @@ from core.model_files.settings.latent_settings import as_one_head, latent_featur
 from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
 from core.model_files.settings.rope_scaling import read_rope_scaling
+from core.model_files.settings.single_layers import join_layers
 from core.model_files.settings.text_part import text_part
 from core.model_files.settings.values import Values, model_sizes
 from core.model_files.settings.vision_settings import read_vision, text_values, vision_architecture
@@ -75,6 +76,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     if architecture.full_heads:
         of_text_alone(values)
     adjusted_sizes(values, architecture)
+    file_layers = join_layers(values) if architecture.single_layers else ()
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
@@ -114,6 +116,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         latent=latent,
         experts=routed,
         recurrent=recurrent_parts(values, architecture, sizes),
+        file_layers=file_layers,
         unrotated_layers=unrotated_layers(values, architecture, sizes, sliding),
     )
 

@@ -39,7 +39,13 @@ def recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str,
             names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
             heads, groups, key_dim, value_dim = (values.integer(name) for name in names)
             parts = _delta(values, layers, (heads, groups, key_dim, value_dim))
-            return msgspec.structs.replace(parts, inputs=architecture.delta_inputs)
+            return msgspec.structs.replace(
+                parts,
+                inputs=architecture.delta_inputs,
+                has_split_convolution=architecture.split_convolution,
+                norm_eps=architecture.recurrent_norm_eps,
+                most_beta=2.0 if values.boolean("linear_allow_neg_eigval") else 1.0,
+            )
         case "state space":
             return _state_space(values, layers, sizes["hidden_size"])
 
@@ -124,7 +130,10 @@ def _delta(values: Values, layers: tuple[int, ...], widths: tuple[int, int, int,
 
 def _state_space(values: Values, layers: tuple[int, ...], hidden: int) -> RecurrentParts:
     heads, groups = values.integer("mamba_n_heads"), values.integer("mamba_n_groups")
-    inner = int(values.number("mamba_expand", 1e-3, 1e3) * hidden)
+    if values.get("mamba_expand") is None:
+        inner = heads * values.integer("mamba_d_head")
+    else:
+        inner = int(values.number("mamba_expand", 1e-3, 1e3) * hidden)
     if inner % heads or values.get("mamba_d_head") not in (None, "auto", inner // heads):
         values.fail("mamba_d_head", f"must be {inner} / {heads}, the width by the number of heads")
     if values.boolean("mamba_proj_bias"):

@@ -11,6 +11,9 @@ from core.models.config import ModelConfig
 #: Name endings in files -> the same with the kind of tensor after the last dot, as in other tensors' names.
 _ENDS = {".A_log": ".A_log.weight", ".D": ".D.weight", ".dt_bias": ".dt.bias", "ssm_a": "ssm_a.weight"}
 _ENDS |= {"ssm_d": "ssm_d.weight"}
+#: OLMo-Hybrid's norms of recurrent layers -> as transformers calls them; it saves others under the second name, too.
+_ENDS |= {"attention_layer_norm.weight": "input_layernorm.weight"}
+_ENDS |= {"feedforward_layer_norm.weight": "post_attention_layernorm.weight"}
 
 
 def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -23,7 +26,7 @@ def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"mixer.{name}.weight"] = (size, hidden)
     if own.has_product_biases:
         shapes |= {f"mixer.{name}.bias": (size,) for name, size in own.input_widths.items()}
-    shapes["mixer.convolution.weight"] = (own.channels, own.taps)
+    shapes |= {f"mixer.{name}.weight": (size, own.taps) for name, size in own.convolution_widths.items()}
     if own.has_bias:
         shapes["mixer.convolution.bias"] = (own.channels,)
     if heads:

@@ -93,6 +93,9 @@ def json_name(name: str, config: ModelConfig) -> str:
     if not name.startswith("model.layers."):
         return f"{names.get(stem, stem)}.{kind}"
     _, _, layer, part = stem.split(".", 3)
+    if config.file_layers:
+        own = config.file_layers[int(layer)]
+        layer = str(own[part.startswith(("post_attention_layernorm", "mlp."))])
     return f"{row.layers_name}.{layer}.{_part_name(part, names)}.{kind}"
 
 

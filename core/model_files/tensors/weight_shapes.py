@@ -3,7 +3,7 @@
 from core.model_files.tensors.encoder_weights import encoder_shapes
 from core.model_files.tensors.latent_tensors import latent_shapes
 from core.model_files.tensors.recurrent_tensors import recurrence_shapes
-from core.models.config import ExpertParts, ModelConfig
+from core.models.config import XIELU_NAMES, ExpertParts, ModelConfig
 from kernels.value_form import SIDES
 
 
@@ -33,11 +33,14 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of a layer by name, without the layer's prefix."""
     hidden = config.hidden_size
-    shapes = _norm_shapes(config, "input_layernorm") if config.pre_norms else {}
+    has_pre_norms, has_post_norms = config.norms_of(layer)
+    shapes = _norm_shapes(config, "input_layernorm") if has_pre_norms else {}
     shapes |= mixer_shapes(config, layer)
     norms = [] if config.residual == "parallel with one norm" else ["post_attention_layernorm"]
-    if config.post_norms:
-        norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
+    if not config.has_mlp(layer):
+        return shapes
+    if has_post_norms:
+        norms += ["pre_feedforward_layernorm"] if has_pre_norms else []
         norms += ["post_feedforward_layernorm"]
     shapes |= _norm_shapes(config, *norms)
     if config.has_dense_mlp(layer):
@@ -88,6 +91,8 @@ def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[
     else:
         names = ("gate", "up") if config.is_gated else ("up",)
         shapes = {f"{prefix}{name}_proj.weight": (size, hidden) for name in names}
+    if config.hidden_act == "xielu":
+        shapes |= {f"{prefix}{name}.weight": (1,) for name in XIELU_NAMES}
     return shapes | {f"{prefix}down_proj.weight": (hidden, size)}
 
 

@@ -38,7 +38,7 @@ from core.model_files.tensors.tensor_names import (
 from core.model_files.tensors.weight_shapes import expected_shapes
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.architectures.vision_architectures import text_name
-from core.models.config import ModelConfig, Packing
+from core.models.config import XIELU_NAMES, ModelConfig, Packing
 from core.models.layers.rope_scaling import LongropeScaling
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from ipc.errors import ModelFileError, UnsupportedModelError
@@ -58,6 +58,7 @@ _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 #: Ends of names of vectors without .weight: of attention sinks, and of Gemma 4's scales, in GGUF files too.
 _VECTORS: tuple[str, ...] = (".sinks", ".layer_scalar", ".router.scale", ".per_expert_scale")
 _VECTORS += (".ffn_gate_inp.scale", ".ffn_down_exps.scale")
+_VECTORS += tuple(f".act_fn.{name}" for name in XIELU_NAMES)
 
 #: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
@@ -174,7 +175,9 @@ def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {
-        _ended(name): StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
+        _ended(name): StoredTensor(
+            path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape or (1,), t.begin, t.end
+        )
         for path, tensors in (
             read_safetensors_folder(folder) if folder.is_dir() else {folder: read_safetensors(folder)}
         ).items()

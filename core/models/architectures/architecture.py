@@ -145,7 +145,13 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: the layers without a window, if others have one; or all, unless position_embedding_type is rope.
     #: Or those with 0 in layer_rope_theta, which has the theta of each layer.
     unrotated: Literal[
-        "none", "no_rope_layers", "full beside sliding", "by position_embedding_type", "by layer_rope_theta"
+        "none",
+        "all",
+        "without rope_theta",
+        "no_rope_layers",
+        "full beside sliding",
+        "by position_embedding_type",
+        "by layer_rope_theta",
     ] = "none"
     partial_rotary: bool = False  # the setting partial_rotary_factor exists; GGUF: rope.dimension_count may be less
     query_growth: bool = False  # the setting llama_4_scaling_beta exists; GGUF: attention.temperature_scale
@@ -167,6 +173,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
     gguf_delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")
     gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
+    recurrent_norm_eps: float | None = None  # of the norm of a recurrent layer's results; None: that of the model
+    split_convolution: bool = False  # see RecurrentParts.has_split_convolution
+    single_layers: bool = False  # a layer of the file is a mixer or an MLP (core/model_files/settings/single_layers.py)
     head_gates: bool = False  # the matrix g_proj makes a gate for each head of attention's output
     output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
     settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it

@@ -9,6 +9,7 @@ from core.models.architectures.latent_rows import LATENT_ROWS
 from core.models.architectures.recurrent_rows import RECURRENT_ROWS
 from core.models.architectures.routed_rows import QWEN_WINDOW, ROUTED_ROWS
 from core.models.architectures.sigmoid_rows import SIGMOID_ROWS
+from core.models.config import XIELU_NAMES
 
 GEMMA4 = Architecture(
     name="Gemma4ForCausalLM",
@@ -405,6 +406,35 @@ _DENSE = (
         activation="relu2",
         is_gated=False,
         gguf_interleaves_heads=True,
+    ),
+    Architecture(
+        name="ApertusForCausalLM",
+        base_name="ApertusModel",
+        model_type="apertus",
+        gguf=None,
+        defaults={
+            "hidden_act": "xielu",
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 12_000_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        only={"hidden_act": "xielu"},
+        attention_bias="as configured",
+        activation_key=None,
+        activation="xielu",
+        is_gated=False,
+        qk_norm=True,
+        rope_theta=12_000_000.0,
+        names={
+            "input_layernorm": "attention_layernorm",
+            "post_attention_layernorm": "feedforward_layernorm",
+            **{f"mlp.{name}": f"mlp.act_fn.{name}" for name in XIELU_NAMES},
+        },
     ),
     Architecture(
         name="InternLM2ForCausalLM",

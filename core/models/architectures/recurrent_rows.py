@@ -1,7 +1,10 @@
 """RECURRENT_ROWS: the rows of architectures with recurrent layers; architecture_rows.py collects all rows."""
 
+import msgspec
+
 from core.models.architectures.architecture import FC_LAYER, SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import GGUF_EXPERTS
+from core.models.architectures.sigmoid_rows import SIGMOID_EXPERTS
 
 _QWEN_DELTA = {
     "num_key_value_heads": 4,
@@ -237,5 +240,106 @@ RECURRENT_ROWS = (
             "mlp.router": "mlp.gate",
         },
         gguf_names={**GGUF_EXPERTS, **_GGUF_DELTA_NAMES, "mixer.ba_proj": "ssm_ba"},
+    ),
+    Architecture(
+        name="OlmoHybridForCausalLM",
+        base_name="OlmoHybridModel",
+        model_type="olmo_hybrid",
+        gguf=None,
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        attention_bias="as configured",
+        qk_norm=True,
+        qk_norm_of_rows=True,
+        pre_norms=False,
+        post_norms=True,
+        unrotated="without rope_theta",
+        recurrent="gated delta",
+        recurrent_norm_eps=1e-5,
+        split_convolution=True,
+        delta_inputs=("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj"),
+        names={
+            **{f"mixer.{name}_proj": f"linear_attn.{name}_proj" for name in "qkvba"},
+            **{f"mixer.{name}_convolution": f"linear_attn.{name}_conv1d" for name in "qkv"},
+            "mixer.z_proj": "linear_attn.g_proj",
+            "mixer.rates": "linear_attn.A_log",
+            "mixer.step": "linear_attn.dt",
+            "mixer.norm": "linear_attn.o_norm",
+            "mixer.out_proj": "linear_attn.o_proj",
+        },
+    ),
+    Architecture(
+        name="NemotronHForCausalLM",
+        base_name="NemotronHModel",
+        model_type="nemotron_h",
+        gguf=None,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "layer_norm_epsilon": 1e-5,
+            "attention_bias": False,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "sliding_window": None,
+            "moe_latent_size": None,
+            "ssm_state_size": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+        },
+        only={
+            "attention_bias": False,
+            "mlp_hidden_act": "relu2",
+            "mamba_hidden_act": "silu",
+            "sliding_window": None,
+            "moe_latent_size": None,
+        },
+        settings={
+            "layer_norm_epsilon": "rms_norm_eps",
+            "ssm_state_size": "mamba_d_state",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+            "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        },
+        activation_key=None,
+        activation="relu2",
+        is_gated=False,
+        unrotated="all",
+        recurrent="state space",
+        single_layers=True,
+        experts=msgspec.structs.replace(
+            SIGMOID_EXPERTS, shared_count_key=None, shared_size_key="shared_expert_intermediate_size"
+        ),
+        further_layers=True,  # of multi-token prediction; not read
+        layers_name="backbone.layers",
+        names={
+            "model.embed_tokens": "backbone.embeddings",
+            "model.norm": "backbone.norm_f",
+            "input_layernorm": "norm",
+            "post_attention_layernorm": "norm",
+            **{f"self_attn.{name}_proj": f"mixer.{name}_proj" for name in "qkvo"},
+            "mixer.convolution": "mixer.conv1d",
+            "mixer.rates": "mixer.A_log",
+            "mixer.step": "mixer.dt",
+            "mixer.skips": "mixer.D",
+            "mlp.router": "mixer.gate",
+            "mlp.router_correction": "mixer.gate.e_score_correction",
+            **{f"mlp.{name}_proj": f"mixer.{name}_proj" for name in ("up", "down")},
+            **{f"mlp.experts.*.{name}_proj": f"mixer.experts.*.{name}_proj" for name in ("up", "down")},
+            **{f"mlp.shared_expert.{name}_proj": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
+        },
     ),
 )

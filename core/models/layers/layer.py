@@ -49,7 +49,7 @@ class Layer:
     mixer: Mixer  # attention, or what replaces it
     attention_out: Operation
     mlp_norm: Norm
-    mlp: Mlp
+    mlp: Mlp | None  # None: the layer ends after the first line; mlp_norm and mlp_out are not used
     mlp_out: Operation
     beside: ExpertsBeside | None = None
     own_inputs: OwnInputs | None = None
@@ -61,7 +61,7 @@ class Layer:
         more: dict[str, Any] = {} if self.beside is None else self.beside.routed.products
         if self.own_inputs is not None:
             more = more | {"own_gate": self.own_inputs.gate, "own_out": self.own_inputs.out}
-        return {**self.mixer.products, **self.mlp.products, **more}
+        return {**self.mixer.products, **({} if self.mlp is None else self.mlp.products), **more}
 
 
 class NormNumbers(NamedTuple):
@@ -97,19 +97,23 @@ def build_layer(
     """Build the layer with this index from its weights. Errors: ModelFileError naming missing tensors."""
     prefix = f"model.layers.{index}."
 
+    has_pre_norms, has_post_norms = config.norms_of(index)
+
     def before(name: str) -> NormNumbers:
-        return take_norm(parts, f"{prefix}{name}", config) if config.pre_norms else NormNumbers(None)
+        return take_norm(parts, f"{prefix}{name}", config) if has_pre_norms else NormNumbers(None)
 
     def after(name: str) -> Operation:
-        return build_norm(operations, parts, f"{prefix}{name}", config, FLOAT32) if config.post_norms else unchanged
+        return build_norm(operations, parts, f"{prefix}{name}", config, FLOAT32) if has_post_norms else unchanged
 
     # In the order of the weights' iterator, so that each one is packed before the next is read.
     input_norm = before("input_layernorm")
     mixer = build_mixer(operations, parts, config, index, dtype)
-    mlp = build_mlp(operations, parts, config, index, is_dense=config.has_dense_mlp(index))
+    has_mlp = config.has_mlp(index)
+    is_dense = config.has_dense_mlp(index)
+    mlp = build_mlp(operations, parts, config, index, is_dense=is_dense) if has_mlp else None
     attention_out, mlp_norm = after("post_attention_layernorm"), input_norm
-    if config.residual != "parallel with one norm":
-        mlp_norm = before("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
+    if config.residual != "parallel with one norm" and has_mlp:
+        mlp_norm = before("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm")
     return Layer(
         kind=kind_of(config, index),
         input_norm=input_norm.build(operations, config, dtype),

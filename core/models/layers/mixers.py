@@ -124,8 +124,8 @@ def _recurrence(operations: Operations, parts: WeightParts, config: ModelConfig,
     weight = parts.take_matrix(*(f"{prefix}{name}.weight" for name in own.inputs))
     bias = parts.take(*(f"{prefix}{name}.bias" for name in own.inputs)) if own.has_product_biases else None
     qkv = operations.linear(weight, bias)
-    # [channels, taps] in files
-    kernel = np.ascontiguousarray(to_floats(parts.take_matrix(f"{prefix}convolution.weight").dense(FLOAT32)).T)
+    names = [f"{prefix}{name}.weight" for name in own.convolution_widths]  # [channels, taps] in files
+    kernel = np.ascontiguousarray(to_floats(parts.take_matrix(*names).dense(FLOAT32)).T)
     bias = parts.take(f"{prefix}convolution.bias") if own.has_bias else None
     constants = RecurrenceParts(sizes, kernel, bias)
     if sizes.num_heads:
@@ -138,8 +138,9 @@ def _recurrence(operations: Operations, parts: WeightParts, config: ModelConfig,
             step_biases=parts.take(f"{prefix}step.bias"),
             skips=parts.take(f"{prefix}skips.weight") if own.kind == "state space" else None,
             norm=parts.take(f"{prefix}norm.weight"),
-            eps=config.rms_norm_eps,
+            eps=own.norm_eps or config.rms_norm_eps,
             steps=own.steps,
+            most_beta=own.most_beta,
         )
     o = _product(operations, parts, f"{prefix}out_proj", has_bias=own.has_product_biases)
     place = config.place_of(index)

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.models.config import ExpertParts, ModelConfig
+import numpy as np
+
+from core.models.config import XIELU_NAMES, ExpertParts, ModelConfig
 from core.models.operations.operations import Experts, Norm, Operations, Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.weight_parts import WeightParts
@@ -87,8 +89,10 @@ def build_mlp(
     def gate_up(name: str) -> tuple[Product, Operation]:
         names = [f"{name}{half}_proj" for half in halves]
         weight = parts.take_matrix(*(f"{one}.weight" for one in names))
-        build = operations.gate_up if config.is_gated else operations.activated
-        return build(weight, config.hidden_act, bias(*names))
+        if config.is_gated:
+            return operations.gate_up(weight, config.hidden_act, bias(*names))
+        constants = _constants(parts, name) if config.hidden_act == "xielu" else None
+        return operations.activated(weight, config.hidden_act, bias(*names), constants)
 
     def bias(*names: str) -> Floats | None:
         return parts.take(*(f"{name}.bias" for name in names)) if has_biases else None
@@ -111,6 +115,12 @@ def build_mlp(
     shared = expert(f"{prefix}shared_expert.") if routed.shared_size else None
     scales = parts.take(f"{prefix}expert_scales.weight") if routed.has_scales else None
     return RoutedMlp(operations.experts(router, experts, _routing(routed, correction, scales), shared))
+
+
+def _constants(parts: WeightParts, prefix: str) -> Floats:
+    """Return xIELU's numbers in the order of gate.h. Files have the first two before a softplus."""
+    positive, negative, beta, limit = parts.take(*(f"{prefix}{name}.weight" for name in XIELU_NAMES)).tolist()
+    return np.array([np.logaddexp(0, positive), beta + np.logaddexp(0, negative), beta, limit], np.float32)
 
 
 def _routing(routed: ExpertParts, correction: Floats | None, scales: Floats | None) -> Routing:

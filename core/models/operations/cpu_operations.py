@@ -183,10 +183,14 @@ class CpuOperations:
         )
 
     def activated(
-        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+        self,
+        weight: StoredMatrix,
+        function: Activation,
+        bias: Floats | None = None,
+        constants: Floats | None = None,
     ) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
-        return self._packed(weight, bias, activation=function), unchanged
+        return self._packed(weight, bias, activation=function, constants=constants), unchanged
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation | GridActivation, bias: Floats | None = None
@@ -202,12 +206,20 @@ class CpuOperations:
         out_dtype: Dtype | None = None,
         gate: str | None = None,
         activation: str | None = None,
+        constants: Floats | None = None,
     ) -> PackedMatrix:
         """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
         is_gated = gate is not None
         packed = self._pack(weight, self.form, is_gated=is_gated)
         return PackedMatrix(
-            self.library, packed, bias, dtype=self._dtype, out_dtype=out_dtype, gate=gate, activation=activation
+            self.library,
+            packed,
+            bias,
+            dtype=self._dtype,
+            out_dtype=out_dtype,
+            gate=gate,
+            activation=activation,
+            constants=constants,
         )
 
     def _pack(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool = False) -> PackedWeights:

@@ -134,9 +134,16 @@ class Operations(Protocol):
         """
 
     def activated(
-        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+        self,
+        weight: StoredMatrix,
+        function: Activation,
+        bias: Floats | None = None,
+        constants: Floats | None = None,
     ) -> tuple[Product, Operation]:
-        """Return the product with weight [I, in] and bias [I], and the operation f(result [T, I])."""
+        """Return the product with weight [I, in] and bias [I], and the operation f(result [T, I]).
+
+        constants: of a function that has any (kernels/cpu/c/layers/gate.h).
+        """
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None

@@ -1,5 +1,6 @@
 """TorchOperations: a model's operations with torch, for machines without the C kernels; numerics level L0."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from kernels.memory.kv_cache import KVCache, MixedKVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows, recur
 from kernels.rotary import query_factors
 from kernels.routing import Routing
-from kernels.torch.activation import gelu_erf, gelu_tanh, relu_squared
+from kernels.torch.activation import gelu_erf, gelu_tanh, relu_squared, xielu
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.experts import TorchExpert, TorchExperts
 from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
@@ -197,10 +198,17 @@ class TorchOperations:
         return TorchNorm(tensor, eps, DTYPES[dtype], multiplier, shift, is_centred, precedes)
 
     def activated(
-        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+        self,
+        weight: StoredMatrix,
+        function: Activation,
+        bias: Floats | None = None,
+        constants: Floats | None = None,
     ) -> tuple[TorchLinear, Operation]:
         """Return the product, and the operation that applies the function to its result."""
-        return self.linear(weight, bias), ACTIVATIONS[function]
+        product = self.linear(weight, bias)
+        if constants is not None:
+            return product, functools.partial(xielu, numbers=constants.tolist())
+        return product, ACTIVATIONS[function]
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None

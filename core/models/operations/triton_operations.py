@@ -162,9 +162,14 @@ class TritonOperations:
         return self.linear(weight, bias), GATES[function]
 
     def activated(
-        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+        self,
+        weight: StoredMatrix,
+        function: Activation,
+        bias: Floats | None = None,
+        constants: Floats | None = None,
     ) -> tuple[DeviceLinear | PackedLinear, Operation]:
-        """Return the product, and the operation that applies the function to its result."""
+        """Return the product, and the operation that applies the function to its result. No function has constants."""
+        assert constants is None, function
         return self.linear(weight, bias), ACTIVATIONS[function]
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:

@@ -88,6 +88,7 @@ SHARED_EXPERTS = {
     "shared_expert_intermediate_size": 24,
 }
 STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 64}
+_NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 64}
 #: Name -> transformers' model_type and settings beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"tie_word_embeddings": False}),
@@ -286,6 +287,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-swa with two thetas": (
         "granite_swa",
         {"sliding_window": 100, "layer_rope_theta": [3e5, 1e4, 1e4], "attention_multiplier": 0.4},
+    ),
+    "apertus": ("apertus", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
+    "olmo-hybrid": (  # transformers saves the convolution's channels in three equal parts, whatever their sizes
+        "olmo_hybrid",
+        {
+            "num_hidden_layers": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 4,
+            "rope_parameters": None,
+        },
+    ),
+    "nemotron-3": (
+        "nemotron_h",
+        {
+            "head_dim": 12,
+            "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 24,
+            "routed_scaling_factor": 1.5,
+            **_NEMOTRON,
+        },
+    ),
+    "nemotron-h": (
+        "nemotron_h",
+        {
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+            **_NEMOTRON,
+        },
     ),
     "mellum2": (
         "mellum",

@@ -49,6 +49,8 @@ _HEADS: dict[str, Any] = {"taps": 4, "num_heads": 4, "num_groups": 2, "key_dim":
 _DELTA = RecurrentParts(kind="gated delta", layers=(0, 1), channels=2 * 2 * 16 + 4 * 40, **_HEADS)
 _STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 * 16 + 4 * 40, has_bias=True, **_HEADS)
 
+_INPUTS = ("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
+
 #: Layer normalisations with biases; MLPs without gates that read what attention reads.
 _BESIDE: dict[str, Any] = {"residual": "parallel", "centred_norms": True, "norm_bias": True, "hidden_act": "relu2"}
 _BESIDE |= {"is_gated": False, "mlp_bias": True, "head_bias": True, "tie_word_embeddings": False}
@@ -119,6 +121,22 @@ KINDS: dict[str, ModelConfig] = {
         rope_scaling=ProportionalScaling(1.0, 5),
     ),
     "shared keys and values": msgspec.structs.replace(TINY, **_SHARED_LAYERS),
+    "recurrent layers with norms before": msgspec.structs.replace(
+        TINY,
+        recurrent=msgspec.structs.replace(_DELTA, most_beta=2.0, has_split_convolution=True, inputs=_INPUTS),
+        pre_norms=False,
+        post_norms=True,
+        hidden_act="xielu",
+        is_gated=False,
+    ),
+    "layers without MLPs": msgspec.structs.replace(
+        TINY,
+        recurrent=_STATE_SPACE,
+        is_gated=False,
+        hidden_act="relu2",
+        experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
+        file_layers=((0, 1), (2, -1), (3, -1)),
+    ),
     "experts beside": msgspec.structs.replace(TINY, **_ROUTED_LAYERS),
 }
 

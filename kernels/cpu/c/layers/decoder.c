@@ -298,21 +298,31 @@ static void begin_step(const Share *share) {
     begin_layer(share);
 }
 
-/* Add the output of attention to hidden; x is the MLP's input then. */
+/* Return the norm of what follows the layer: the next one's, or that of the rows that have logits. */
+static const NormWeights *norm_after(const Share *share) {
+    if (share->layer != last_layer(share->step)) return &share->layer[1].input_norm;
+    return share->step->logits ? &share->decoder->norm : NULL;
+}
+
+/* Add the output of attention to hidden; x is then the input of the MLP, or without one of what follows the layer. */
 static void add_attention(const Share *share, const void *attended) {
     const DecoderLayer *layer = share->layer;
     const DecoderGroup *group = share->decoder->group;
     if (layer->latent) attended = expand_values(share, attended);
     multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
-                     layer->experts && !layer->beside ? NULL : &layer->gate_up);
+                     layer->lacks_mlp || (layer->experts && !layer->beside) ? NULL : &layer->gate_up);
     gather(share, share->step->added, group ? &group->hidden : NULL, layer->o.y_dtype);
-    add(share, &layer->attention_out_norm, &layer->mlp_norm, 0.0f);
+    if (layer->lacks_mlp)
+        add(share, &layer->attention_out_norm, norm_after(share), layer->layer_scale);
+    else
+        add(share, &layer->attention_out_norm, &layer->mlp_norm, 0.0f);
 }
 
 /* Compute the MLP from x. `next` is the product that follows. */
 static void run_mlp(const Share *share, const Gemm *next) {
     const DecoderStep *step = share->step;
     const DecoderLayer *layer = share->layer;
+    if (layer->lacks_mlp) return;
     go_on_by_rows(share);
     const DecoderGroup *group = share->decoder->group;
     const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &group->gated : NULL;
@@ -360,9 +370,11 @@ static void use_own_inputs(const Share *share) {
     go_on_by_rows(share);
 }
 
-/* Add what the MLP yields to hidden, and what the layer's own inputs make. x is hidden normalised by next_norm then. */
-static void end_layer(const Share *share, const NormWeights *next_norm) {
+/* Add what the MLP yields to hidden, and what the layer's own inputs make. x is hidden normalised for what follows then. */
+static void end_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
+    if (layer->lacks_mlp) return;
+    const NormWeights *next_norm = norm_after(share);
     const NormWeights rounding = {0};
     const NormWeights *next = layer->per_layer ? &rounding : next_norm;
     const float scale = layer->per_layer ? 0.0f : layer->layer_scale;
@@ -396,7 +408,7 @@ static void copy_tap(const Share *share, int64_t tap) {
 
 static void begin_next_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
-    end_layer(share, &layer[1].input_norm);
+    end_layer(share);
     go_on_by_rows(share);
     if (layer[1].tap) copy_tap(share, layer[1].tap);
     Share next = *share;
@@ -461,7 +473,7 @@ static void find_largest_logits(const Share *share) {
 static void run_head(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
-    end_layer(share, step->logits ? &decoder->norm : NULL);
+    end_layer(share);
     if (!step->logits) return;
     const DecoderGroup *group = decoder->group;
     go_on_by_rows(share);

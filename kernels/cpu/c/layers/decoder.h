@@ -38,7 +38,7 @@ typedef struct {
     int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
     int32_t norms_of_rows, centred_norms, norms_after, values; /* of heads: see rope.h */
     float layer_scale;                        /* of hidden, at the layer's end; 0 = none */
-    int32_t reserved;
+    int32_t lacks_mlp;                        /* the layer ends once attention's output is added; mlp_norm is not used */
     const Experts *experts;                   /* instead of gate_up and down, or alongside them; or NULL */
     const ExpertsBeside *beside;              /* of experts alongside a dense MLP; or NULL */
     const PerLayer *per_layer;                /* what the layer's own inputs make, after the MLP; or NULL */

@@ -122,7 +122,7 @@ INLINE void find_factors(const Recurrence *layer, const void *row, float *mixed,
                                load_some(layer->step_biases, head, count, FLOAT32));
         if (!is_delta) step = smaller(all_floats(layer->most_step), larger(all_floats(layer->least_step), step));
         store_some(decays, head, count, exponential(-(rate * step)), FLOAT32);
-        if (is_delta) step = 1.0f / (1.0f + exponential(-load_some(row, first - heads + head, count, dtype)));
+        if (is_delta) step = layer->most_beta / (1.0f + exponential(-load_some(row, first - heads + head, count, dtype)));
         store_some(others, head, count, step, FLOAT32);
     }
 }

@@ -5,7 +5,8 @@
  *   SHORT_CONVOLUTION (Liquid AI 2025, arXiv 2511.23404): y = c * convolution(b * x).
  *   GATED_DELTA (Yang et al. 2024, arXiv 2412.06464), a state S [key_dim, value_dim] for each head:
  *       S = decay * S; S = S + k (beta * (v - k S))^T; y = norm(q S) * silu(z),
- *       decay = exp(-rate * softplus(a + step_bias)), beta = sigmoid(b), q and k of length 1, q / sqrt(key_dim).
+ *       decay = exp(-rate * softplus(a + step_bias)), beta = most_beta * sigmoid(b), q and k of length 1,
+ *       q / sqrt(key_dim).
  *   STATE_SPACE (Mamba 2: Dao & Gu 2024, arXiv 2405.21060), the same state with k = B and q = C:
  *       S = decay * S + k (step * v)^T; y = norm((q S + skip * v) * silu(z)),
  *       step = softplus(dt + step_bias) within limits, decay = exp(-rate * step).
@@ -37,7 +38,7 @@ typedef struct {
     int32_t num_heads, num_groups; /* heads of a group have the same keys and queries */
     int32_t takes_turns;           /* head h is in group h % num_groups; otherwise consecutive heads are in one group */
     int32_t key_dim, value_dim;    /* key_dim is even */
-    float eps, least_step, most_step;
+    float eps, least_step, most_step, most_beta;
 } Recurrence;
 
 /* One step's T tokens of some requests. */

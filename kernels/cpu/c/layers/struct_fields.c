@@ -89,7 +89,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
     FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
-    FIELD(quantized) FIELD(quantized_stride) FIELD(lora)
+    FIELD(quantized) FIELD(quantized_stride) FIELD(lora) FIELD(constants)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
@@ -108,7 +108,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(layer_scale) FIELD(reserved) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
+    FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(layer_scale) FIELD(lacks_mlp) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width) FIELD(bounds)
@@ -184,7 +184,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Recurrence
     WHOLE FIELD(kernel) FIELD(bias) FIELD(rates) FIELD(step_biases) FIELD(skips) FIELD(norm) FIELD(channels) FIELD(width)
     FIELD(state_offset) FIELD(kind) FIELD(dtype) FIELD(taps) FIELD(num_heads) FIELD(num_groups) FIELD(takes_turns) FIELD(key_dim)
-    FIELD(value_dim) FIELD(eps) FIELD(least_step) FIELD(most_step)
+    FIELD(value_dim) FIELD(eps) FIELD(least_step) FIELD(most_step) FIELD(most_beta)
 #undef STRUCT
 #define STRUCT RecurrenceStep
     WHOLE FIELD(layer) FIELD(in) FIELD(out) FIELD(mixed) FIELD(states) FIELD(rows) FIELD(firsts) FIELD(positions)

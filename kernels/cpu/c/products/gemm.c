@@ -89,8 +89,10 @@ INLINE void activate_as(float *numbers, const int function) {
         store_floats(numbers + v, activated(load_floats(numbers + v), function));
 }
 
-static void activate(float *numbers, const int function) {
-    if (function == GELU)
+static void activate(float *numbers, const int function, const float *constants) {
+    if (function == XIELU)
+        for (int v = 0; v < PANEL_COLUMNS; v += LANES) store_floats(numbers + v, xielu(load_floats(numbers + v), constants));
+    else if (function == GELU)
         activate_as(numbers, GELU);
     else if (function == RELU_SQUARED)
         activate_as(numbers, RELU_SQUARED);
@@ -113,7 +115,7 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     }
     if (args->activation) {
         if (!args->bias) sums = memcpy(biased, sums, sizeof biased);
-        activate(biased, args->activation);
+        activate(biased, args->activation, args->constants);
     }
     int64_t at = row * args->y_stride + column, i = 0;
     if (args->y_dtype == FLOAT32) {

@@ -43,6 +43,7 @@ typedef struct Gemm {
     void *quantized;         /* with INT8_WEIGHTS: room for num_rows rows of blocks of x (int8.h) */
     int64_t quantized_stride; /* blocks from row to row, at least depth / GROUP */
     const struct Lora *lora; /* what adapters add to rows before they are stored (lora.h); or NULL */
+    const float *constants;  /* of the activation, for those that have any (gate.h); or NULL */
 } Gemm;
 
 typedef struct {
