@@ -10,7 +10,7 @@
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
 # make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
-# make map    write docs/map.md, options.md and the table of sampling.md again
+# make map    write docs/map.md, options.md, known_models.md and the table of sampling.md again
 # make venv   only set up
 #
 # torch is installed for the tests alone: `make run` needs none. TORCH="..." replaces the pinned one; it is handed to pip
@@ -85,6 +85,7 @@ kernels: $(DEV_STAMP)
 map: $(DEV_STAMP)
 	$(BIN)/python -m tests.make_map
 	$(BIN)/python -m tests.make_options
+	$(BIN)/python -m tests.make_known
 	$(BIN)/python -m tests.make_sampling
 
 venv: $(STAMP)

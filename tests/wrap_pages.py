@@ -14,7 +14,7 @@ from tests.house.source import ROOT, known_files
 
 WIDTH = 118
 #: Made by programs from docstrings and declarations, one line an entry.
-MADE = {Path("docs/map.md"), Path("docs/options.md")}
+MADE = {Path("docs/map.md"), Path("docs/options.md"), Path("docs/known_models.md")}
 _ITEM = re.compile(r"(?:[-*]|\d+\.)\s+")
 #: The space before what would begin an item, a heading or a table at the start of a line.
 _MARK = re.compile(r" (?=(?:[-*+>|]|#+|\d+[.)])(?: |$))")

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 
 from ipc.files.hub_cache import cached_models
+from tools.commands.list_known import print_known
 from tools.flags.options import ArgumentParser
 
 _UNITS = ("kB", "MB", "GB", "TB")  # powers of 1000, as on the Hub's pages
@@ -14,12 +15,16 @@ def main(arguments: Sequence[str]) -> int:
     """Print the models, and return the exit status. Errors: ModelFileError without huggingface_hub."""
     parser = ArgumentParser(
         prog="engine-core list",
-        usage="engine-core list [--json | --quiet]",
+        usage="engine-core list [--known] [--json | --quiet]",
         description="List the models in the Hugging Face cache that an engine can load, without network access.",
     )
+    parser.add_argument("--known", action="store_true", help="list the models that could run instead")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--quiet", "-q", action="store_true", help="names only")
     parsed = parser.parse_args(arguments)
+    if parsed.known:
+        print_known(as_json=parsed.json)
+        return 0
     models = cached_models()
     if parsed.json:
         for model in models:
