@@ -17,8 +17,12 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+from tests.preloaded.start import Forker, Starts, forker_sockets
 
 _MODULES = (
     "core.__main__",
@@ -55,7 +59,13 @@ def run(control: int) -> None:
         del sys.modules[name]  # runpy would warn of it
     gc.collect()
     gc.freeze()
-    asking = socket.socket(fileno=control)
+    del sys.path[:2]  # the checkout, by which this module was found, and the directory
+    words = _forked(socket.socket(fileno=control), _without_python_path(os.environ, sys.path))
+    runpy._run_module_as_main(words[words.index("-m") + 1])  # type: ignore[attr-defined]
+
+
+def _forked(asking: socket.socket, path: list[str]) -> list[str]:
+    """Fork at each request. Return in a forked process only, with its command line. path: without PYTHONPATH."""
     while True:
         data, fds = _receive(asking)
         if not data:
@@ -63,13 +73,38 @@ def run(control: int) -> None:
         request = json.loads(data)
         pid = _fork() if len(os.listdir("/proc/self/task")) == 1 else -errno.EAGAIN  # threads would be missing in it
         if pid == 0:
-            asking.close()
-            _become(request, fds)
-            runpy._run_module_as_main(_package(request["words"]))  # type: ignore[attr-defined]
-            return
+            break
         for fd in fds:
             os.close(fd)
         asking.send(str(pid).encode())
+    asking.close()
+    words: list[str] = request["words"]
+    _become(request, fds, path)
+    if "engine_core" not in words:
+        return words
+    ours, theirs = forker_sockets()
+    if os.fork() == 0:
+        ours.close()
+        _stand_back(request["fds"])
+        return _forked(theirs, path)
+    theirs.close()
+    subprocess._fork_exec = Starts(Forker(ours)).start  # type: ignore[attr-defined]
+    return words
+
+
+def _stand_back(fds: list[int]) -> None:
+    """In a command's forker: have nothing of the command that somebody waits for the end of."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    _write_command_line(["preloaded", "forker"])
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for fd in fds:
+        os.dup2(nothing, fd) if fd < 3 else os.close(fd)
+    os.close(nothing)
+
+
+def _without_python_path(env: Mapping[str, str], path: list[str]) -> list[str]:
+    given = env.get("PYTHONPATH", "")
+    return path[len(given.split(os.pathsep)) :] if given else list(path)
 
 
 def _receive(asking: socket.socket) -> tuple[bytes, list[int]]:
@@ -97,11 +132,7 @@ def _fork() -> int:
     return pid
 
 
-def _package(words: list[str]) -> str:
-    return words[words.index("-m") + 1]
-
-
-def _become(request: dict[str, Any], fds: list[int]) -> None:
+def _become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
     """Take over what exec would have given."""
     if request["session"]:
         os.setsid()
@@ -120,9 +151,8 @@ def _become(request: dict[str, Any], fds: list[int]) -> None:
     _write_command_line(words)
     sys.orig_argv[:] = words
     sys.argv[:] = ["-m", *words[words.index("-m") + 2 :]]
-    del sys.path[0]  # what run() was found by
-    if "-P" not in words:
-        sys.path[0] = request["cwd"]
+    given = request["env"].get("PYTHONPATH", "")
+    sys.path[:] = [*([] if "-P" in words else [request["cwd"]]), *(given.split(os.pathsep) if given else ()), *path]
     is_unbuffered = bool(request["env"].get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = _stream(0, "r", is_unbuffered)
     sys.stdout = sys.__stdout__ = _stream(1, "w", is_unbuffered)

@@ -2,9 +2,9 @@
 
 The tests start hundreds of engines, HTTP workers and commands. Within `preloaded_starts()` the subprocess module has
 those of this process forked by another (tests/preloaded/forker.py). What is started is a child of this process, as with
-exec, with the same arguments, environment, directory, descriptors and signal mask. All else is started with exec: other
-programs, other settings of the interpreter or the loader, whatever these processes start themselves, and everything if
-EXEC is in the environment.
+exec, with the same arguments, environment, directory, descriptors and signal mask. A command has a forker of its own,
+for its first engine and its first HTTP worker. All else is started with exec: other programs, other settings of the
+interpreter or the loader, what the other processes start, and everything if EXEC is in the environment.
 """
 
 import array
@@ -57,18 +57,11 @@ class _Asked(NamedTuple):
     preexec: object
 
 
-class _Forker:
-    """A process that forks others, for one setting of the interpreter."""
+class Forker:
+    """A process that forks others, for one setting of the interpreter, and the socket to it."""
 
-    def __init__(self, flags: list[str], env: Mapping[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.preloaded import forker; "
-        program += f"forker.run({theirs.fileno()}) #" + " " * 400  # room for a forked process's own command line
-        command = [sys.executable, *flags, "-c", program]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, env=env, cwd="/", pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL
-            )
+    def __init__(self, asking: socket.socket, process: "subprocess.Popen[bytes] | None" = None) -> None:
+        self._socket, self._process = asking, process
 
     def fork(self, request: Mapping[str, object], fds: Sequence[int]) -> int:
         """Return the process id. Errors: OSError."""
@@ -85,20 +78,36 @@ class _Forker:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
 
-class _Starts:
+def _new_forker(env: Mapping[str, str]) -> Forker:
+    ours, theirs = forker_sockets()
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.preloaded import forker; "
+    program += f"forker.run({theirs.fileno()}) #" + " " * 400  # room for a forked process's own command line
+    command = [sys.executable, "-c", program]
+    with theirs:
+        process = subprocess.Popen(command, env=env, cwd="/", pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+    return Forker(ours, process)
+
+
+def forker_sockets() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+class Starts:
     """Decides which processes are forked.
 
-    Two forkers of a setting take turns: an engine and the one that follows it have other seeds of hashes and other
-    addresses, as with exec.
+    own: the only forker, which forks each package once; None = as many forkers as are needed. Two forkers of a setting
+    take turns: an engine and the one that follows it have other seeds of hashes and other addresses, as with exec.
     """
 
-    def __init__(self, usual: Any) -> None:
-        self._usual, self._owner, self._python = usual, os.getpid(), sys.executable
-        self._lock = threading.Lock()
-        self._forkers: dict[str, list[_Forker]] = {}
+    def __init__(self, own: Forker | None = None) -> None:
+        self.usual = subprocess._fork_exec  # type: ignore[attr-defined]
+        self._owner, self._python, self._lock = os.getpid(), sys.executable, threading.Lock()
+        self._own, self._own_setting, self._forked = own, _setting(os.environ), set[str]()
+        self._forkers: dict[str, list[Forker]] = {}
 
     def start(self, *arguments: Any) -> int:
         """Start a process, in place of _posixsubprocess.fork_exec. Return its id."""
@@ -106,7 +115,7 @@ class _Starts:
         if self._is_forked(asked):
             with contextlib.suppress(OSError, ValueError):  # exec names the reason
                 return self._fork(asked)
-        return int(self._usual(*arguments))
+        return int(self.usual(*arguments))
 
     def close(self) -> None:
         for forkers in self._forkers.values():
@@ -147,26 +156,35 @@ class _Starts:
         with self._lock:
             return self._forker(asked.words, env).fork(request, [*streams, *fds])
 
-    def _forker(self, words: list[str], env: Mapping[str, str]) -> _Forker:
-        flags = words[1:2] if words[1] == "-P" else []
-        early = sorted((name, value) for name, value in env.items() if name.startswith(_EARLY))
-        setting = json.dumps([flags, early, [resource.getrlimit(limit) for limit in _LIMITS]])
+    def _forker(self, words: list[str], env: Mapping[str, str]) -> Forker:
+        setting = _setting(env)
+        if self._own is not None:
+            package = words[words.index("-m") + 1]
+            if setting != self._own_setting or package in self._forked:
+                raise ValueError(package)
+            self._forked.add(package)
+            return self._own
         forkers = self._forkers.setdefault(setting, [])
         if len(forkers) < 2:
-            forkers.insert(0, _Forker(flags, env))
+            forkers.insert(0, _new_forker(env))
         else:
             forkers.reverse()
         return forkers[0]
 
 
+def _setting(env: Mapping[str, str]) -> str:
+    """What a forked process takes over from its forker."""
+    early = sorted((name, value) for name, value in env.items() if name.startswith(_EARLY) and name != "PYTHONPATH")
+    return json.dumps([early, [resource.getrlimit(limit) for limit in _LIMITS]])
+
+
 @contextlib.contextmanager
 def preloaded_starts() -> Iterator[None]:
     """Within this context, processes of our packages are forked if they can be."""
-    usual = subprocess._fork_exec  # type: ignore[attr-defined]
-    starts = _Starts(usual)
+    starts = Starts()
     subprocess._fork_exec = starts.start  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        subprocess._fork_exec = usual  # type: ignore[attr-defined]
+        subprocess._fork_exec = starts.usual  # type: ignore[attr-defined]
         starts.close()

@@ -20,6 +20,7 @@ from ipc.errors import EngineDeadError
 from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 from tests.placed import PREFIX, placed
+from tests.preloaded.start import EXEC
 from tools.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -290,7 +291,8 @@ def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
         assert "the engine was told to stop at once" in str(errors)
 
 
-def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
+def test_the_death_of_the_engine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXEC, "1")  # its engine is to be its only child
     with serving(f"ipc://{tmp_path}/s", "--restarts", "0") as (server, _):
         (child,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         os.kill(int(child), signal.SIGKILL)
@@ -302,7 +304,8 @@ def test_the_death_of_the_engine_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["spawned", "phase"])
-def test_a_signal_while_starting_ends_the_server(moment: str, tmp_path: Path) -> None:
+def test_a_signal_while_starting_ends_the_server(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXEC, "1")  # its engine is to be its only child
     server = subprocess.Popen(
         command("serve", "--executor", "fake", "--listen", f"ipc://{tmp_path}/s"),
         env=environment(),
