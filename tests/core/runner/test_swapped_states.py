@@ -3,6 +3,7 @@
 import pytest
 
 from core.batch.carried import Copies
+from core.runner.state_rows import RowStates
 from core.scheduling.swapped_states import SwappedStates
 from ipc.options.speculation import SpeculativeConfig
 from kernels.elements import BFLOAT16
@@ -30,13 +31,15 @@ def test_a_request_resumes_from_its_own_state(kind: str, *, prefix_caching: bool
     assert stats.num_swapped_in_blocks == stats.num_swapped_out_blocks > 0
 
 
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, step_ns=(10**6,) * 8)
+
+
 def test_states_of_several_requests_wait_at_once() -> None:
     """Four rows have too few blocks. Preempted ones resume in other rows, in another order, with drafts or without."""
     model = tiny_model(BFLOAT16, "gated delta")
     crowd = [request(n, PROMPT[n : 60 + 9 * n], 40, 0.7) for n in range(1, 9)]
     alone = run(model, SHORT, max_tokens=24)
-    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, step_ns=(10**6,) * 8)
-    for speculative in (None, drafts):
+    for speculative in (None, NGRAM):
         settings = {"rows": 4, "num_blocks": 28, "num_swap_blocks": 60, "speculative": speculative}
         got = run(model, SHORT, neighbours=crowd, max_tokens=24, **settings)
         assert difference(got, alone) == ""
@@ -69,3 +72,26 @@ def check(kind: str, steps: set[int], depth: int) -> None:
     """Compare a run in which the request is preempted after these steps with one in which it is alone."""
     alone = run(tiny_model(BFLOAT16, kind), SHORT, max_tokens=12)
     assert difference(swapped(kind, steps, depth=depth), alone) == ""
+
+
+def test_the_state_of_a_wrong_draft_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowStates, "accept", lambda *_: None)
+    alone = run(tiny_model(BFLOAT16, "gated delta"), SHORT * 2, max_tokens=24)
+    with pytest.raises(AssertionError):
+        assert difference(run_with_drafts(), alone) == ""
+
+
+def run_with_drafts() -> Run:
+    """Run SHORT twice as one prompt, with drafts, preempted and swapped now and then."""
+    between = Preempting({4, 9}, forgets=False)
+    settings = {"num_blocks": 40, "num_swap_blocks": 40, "rows": 3, "speculative": NGRAM}
+    return run(tiny_model(BFLOAT16, "gated delta"), SHORT * 2, max_tokens=24, between=between, **settings)
+
+
+def test_drafts_and_swapping_change_no_bit() -> None:
+    got = run_with_drafts()
+    assert difference(got, run(tiny_model(BFLOAT16, "gated delta"), SHORT * 2, max_tokens=24)) == ""
+    stats = got.recorder.scheduler.stats
+    assert 0 <= stats.num_accepted_tokens < stats.num_draft_tokens
+    assert got.num_preemptions == 2
+    assert stats.num_swapped_out_blocks > 0
