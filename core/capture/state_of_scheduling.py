@@ -262,7 +262,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         FairLine: "line",
     },
     Preemption: {
-        int: "_recompute_ns _swap_ns _state_blocks num_swapped",
+        int: "_recompute_ns _swap_ns state_blocks num_swapped",
         Batch: "_batch",
         WaitingQueue: "_waiting",
         _Policy: "_policy",

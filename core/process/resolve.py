@@ -85,7 +85,6 @@ def resolve(
         "kv_page_blocks": info.kv_page_blocks,
         "recompute_ns_per_token": config.recompute_ns_per_token or 1,
         "swap_ns_per_block": config.swap_ns_per_block or 1,
-        "state_blocks": ceil_div(info.state_bytes, bytes_per_block),
         **encoder_sizes(config, info, budget),
     }
     return ResolvedConfig(**{**msgspec.structs.asdict(config), **decided})

@@ -26,7 +26,7 @@ class Preemption:
         self._swap_ns = 2 * config.swap_ns_per_block  # to the host and back
         self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks)
         self.states: SwappedStates | None = None  # for a model with recurrent layers
-        self._state_blocks = config.state_blocks
+        self.state_blocks = 0  # KV blocks with as many bytes as a state
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def victims_first(self, candidates: Ints) -> Ints:
@@ -160,14 +160,14 @@ class Preemption:
     def _prefers_swap(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
         if self._mode == "by_choices":
             return bool(request.choices)
-        copied = num_blocks + self._state_blocks
+        copied = num_blocks + self.state_blocks
         return self._mode == "swap" or copied * self._swap_ns < num_tokens * self._recompute_ns
 
     def _costs(self, rows: Rows) -> Ints:
         """Return the cost of restoring each row, ns [n]."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns
-        copied = (self._batch.num_copied(computed) + self._state_blocks) * self._swap_ns
+        copied = (self._batch.num_copied(computed) + self.state_blocks) * self._swap_ns
         match self._mode:
             case "recompute":
                 return again

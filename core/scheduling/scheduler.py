@@ -43,6 +43,7 @@ from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
 from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
+from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import ErrorCode, FinishReason, PauseMode, Statistics
 from ipc.wire.weights_messages import WeightsMark
 
@@ -98,13 +99,14 @@ class Scheduler:
         self.decision: Decision | None = None  # the last step's
         self.num_common_blocks = 0  # of the last plan that ran
 
-    def keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
+    def keep_states(self, config: ResolvedConfig, info: ModelInfo) -> None:
         """Let requests of a model with recurrent layers start from kept states instead of other requests' rows.
 
         A copied row gets a copy of its state. A step has at most as many drafts as there are slots for the states
         before them.
         """
-        batch = self.batch
+        batch, state_bytes = self.batch, info.state_bytes
+        self.preemption.state_blocks = ceil_div(info.state_tokens, self.block_size)
         batch.on_copy.append(batch.copy_state)
         self.speculation.most_in_step = num_draft_states(config, state_bytes)
         batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
@@ -511,5 +513,5 @@ def create(config: ResolvedConfig, info: ModelInfo, epoch: int, *, policy: Build
     """Return the built-in scheduler for a model. policy: see Scheduler."""
     scheduler = Scheduler(config, info.eos_token_ids, epoch, policy=policy)
     if info.state_bytes:
-        scheduler.keep_states(config, info.state_bytes)
+        scheduler.keep_states(config, info)
     return scheduler

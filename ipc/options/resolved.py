@@ -26,7 +26,6 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True
     swap_ns_per_block: int
     max_num_encoder_input_tokens: int = 0  # 0: the model has no images
     encoder_cache_size: int = 0
-    state_blocks: int = 0  # how many KV blocks have the bytes of a row's recurrent state; 0: there is none
 
     def __post_init__(self) -> None:
         undecided = [name for name in DECIDED if getattr(self, name) is None]

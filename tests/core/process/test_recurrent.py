@@ -75,7 +75,14 @@ def test_states_of_swapped_requests_take_half_of_the_swap_space() -> None:
     assert (num_swap_states(config, 1000), config.num_swap_blocks) == (12, 12_000 // 1600)
     assert num_states(config, 1000) == 4 + num_state_slots(config, 1000) + 12
     config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2, preemption_mode="auto", swap_space_bytes=26_000)
-    assert (num_swap_states(config, 1000), config.num_swap_blocks, config.state_blocks) == (8, 18_000 // 1600, 1)
+    assert (num_swap_states(config, 1000), config.num_swap_blocks) == (8, 18_000 // 1600)
+
+
+def test_preemption_counts_a_state_by_its_bytes(engine: EngineCore, folder: Path) -> None:
+    state_bytes = 2 * 2 * 48 * 4  # of two layers of convolutions with three taps, in float32
+    block_bytes = 2 * 2 * 2 * 12 * 4  # K and V of 2 tokens in the layer that attends
+    assert engine.scheduler.preemption.state_blocks == 1
+    assert made(folder, block_size=2).scheduler.preemption.state_blocks == state_bytes // block_bytes == 2
 
 
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, step_ns=(10**6,) * 8)

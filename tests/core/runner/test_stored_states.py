@@ -36,6 +36,7 @@ from tests.core.runner.invariance import (
     tiny_model,
 )
 from tests.core.runner.invariance_scenarios import PROMPT, Preempting
+from tests.core.runner.test_swapped_states import NGRAM
 
 RECURRENT = ("short convolution", "gated delta", "state space")
 Sent = list[tuple[int, AddRequest]]
@@ -162,7 +163,7 @@ def test_a_wrong_state_in_a_file_is_noticed(fault: str, tmp_path: Path, monkeypa
 def probe(kind: str, seed: int, folder: Path) -> int:
     """Ask A, others, and A again with another end, with kills between. Return how many blocks and states were read.
 
-    Every kind of preemption, chunks, a small cache and few slots of states come in turn.
+    Drafts, every kind of preemption, chunks, a small cache and few slots of states come in turn.
     """
     model, rng = tiny_model(BFLOAT16, kind), np.random.default_rng(seed)
     cut, end = int(rng.integers(200, 290)), int(rng.integers(100, 200))
@@ -171,6 +172,7 @@ def probe(kind: str, seed: int, folder: Path) -> int:
     settings: dict[str, Any] = {"budget": int(rng.integers(40, 400)), "num_blocks": int(rng.integers(40, 90))}
     settings["memory"] = 2 * 4 * model.config.state_size * (4 + int(rng.integers(2, 24)))
     settings["num_swap_blocks"] = 60 * (seed % 2)
+    settings["speculative"] = NGRAM if seed % 3 else None
     crowd = [request(n, turn(PROMPT[: int(rng.integers(280))], 40, n), 4, 0.7) for n in range(3, 6)]
     between = Preempting({int(step) for step in rng.integers(1, 9, 3)}, forgets=seed % 3 == 0)
     engine = Engine(model, folder, **settings)
