@@ -8,6 +8,7 @@
 # make ray    replicas and workers as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
+# make gpu-report  what an NVIDIA GPU that is there for minutes can tell, into .gpu; goes on where it was killed
 # make check  the same without the tests
 # make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
 # make map    write docs/map.md, options.md, known_models.md and the table of sampling.md again
@@ -35,7 +36,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients ray programs gpu check kernels map venv clean
+.PHONY: run test test-wheel soak pythons clients ray programs gpu gpu-report check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -72,6 +73,9 @@ programs: $(DEV_STAMP)
 
 gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
+
+gpu-report: $(DEV_STAMP)
+	TRITON_INTERPRET=0 $(BIN)/python -m tools.lab.bench.gpu.report .gpu $(ARGS)
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .

@@ -10,9 +10,9 @@ pytestmark = ANYWHERE
 
 def test_each_form_and_number_of_rows_is_beside_torchs_product() -> None:
     cases = list(quantized_products({"wide": (96, 64), "deep": (32, 256)}, DEVICE, torch.float32))
-    forms = [*["int8"] * len(ROWS), *["Q4_0"] * len(ROWS)]
+    forms = [form for form in ("ordered", "int8", "Q4_0") for _ in ROWS]
     assert [case.kernel for case in cases] == [f"product {form}" for form in [*forms, *forms, *["Q4_K"] * len(ROWS)]]
-    case = cases[1]
+    case = cases[len(ROWS) + 1]
     assert (case.shape, case.theirs) == ("wide 8x64x96", "linear")
     assert case.num_bytes == 96 * 64 * 8.5 / 8 + 8 * (64 + 96) * 4
     assert case.num_flops == 2 * 8 * 64 * 96

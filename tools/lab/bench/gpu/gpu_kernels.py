@@ -193,27 +193,34 @@ LLAMA_8B = Shapes()
 
 
 @torch.inference_mode()
-def measure_gpu_kernels(config: EngineConfig, rep: int, shapes: Shapes = LLAMA_8B) -> Iterator[dict[str, Any]]:
-    """Yield a record for each kernel and shape. Errors: ConfigError without a GPU."""
+def measure_gpu_kernels(
+    config: EngineConfig, rep: int, shapes: Shapes = LLAMA_8B, *, name: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yield a record for each kernel and shape. name: how the kernels' names begin. Errors: ConfigError without a GPU.
+
+    The product that fractions refer to has random numbers: with zeros a GPU draws less power, and is faster.
+    """
     device = cuda_device()
     dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16
     source = torch.empty(shapes.copied // 2, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    square = torch.zeros(shapes.square, shapes.square, dtype=dtype, device=device)
+    square = torch.randn(shapes.square, shapes.square, device=device).to(dtype)
     bandwidth = shapes.copied / seconds(lambda: target.copy_(source))
     peak = 2 * shapes.square**3 / seconds(lambda: square @ square)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     common: dict[str, Any] = {
         "engine": NAME,
         "version": VERSION,
         "workload": "kernels",
-        "device": name,
+        "device": device_name,
         "dtype": str(dtype).removeprefix("torch."),
         "copy_gb_s": round(bandwidth / 1e9, 1),
         "product_tflop_s": round(peak / 1e12, 3),
         "rep": rep,
     }
     for case in _cases(shapes, device, dtype):
+        if not case.kernel.startswith(name):
+            continue
         ours, theirs = seconds(case.run), seconds(case.torch_run)
         yield common | {
             "kernel": case.kernel,
@@ -414,13 +421,15 @@ ROWS = (1, 8, 64, 512)
 
 
 def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
-    """Yield a case for each shape, name -> (out, in), each form and each number of rows."""
+    """Yield a case for each shape, name -> (out, in), each form and each number of rows. Dense weights come first."""
     from kernels.triton.packed_linear import PackedLinear
 
     for name, (columns, depth) in shapes.items():
         weight = torch.randn(columns, depth, device=device, dtype=dtype) * 0.02
+        layers: list[tuple[str, Operation, int]] = [("ordered", DeviceLinear(weight), weight.nbytes)]
         for form, packed in _forms(weight):
-            product = PackedLinear([packed], None, dtype, dtype, name=form)
+            layers.append((form, PackedLinear([packed], None, dtype, dtype, name=form), packed.num_bytes))
+        for form, product, num_bytes in layers:
             for rows in ROWS:
                 x = torch.randn(rows, depth, device=device, dtype=dtype)
                 yield Case(
@@ -429,7 +438,7 @@ def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device,
                     captured(partial(product, x)),
                     "linear",
                     captured(partial(linear, x, weight)),
-                    packed.num_bytes + rows * (depth + columns) * dtype.itemsize,
+                    num_bytes + rows * (depth + columns) * dtype.itemsize,
                     2 * rows * depth * columns,
                 )
 

@@ -1,0 +1,96 @@
+"""The report of a GPU that is there for minutes: order, time left, and what a kill at any byte loses."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels.triton.self_test import factors, tile_digests
+from tests.kernels.triton.tensor_core import AMPERE, HOPPER, product
+from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+from tools.lab.bench.gpu.report import EMULATED, Item, Report, items
+
+pytestmark = ANYWHERE
+
+
+class Clock:
+    """Tells the time, which only items take."""
+
+    def __init__(self) -> None:
+        self.now, self.ran = 0.0, list[str]()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def item(self, name: str, seconds: float, priority: int = 0, fails: type[BaseException] | None = None) -> Item:
+        def run() -> dict[str, object]:
+            self.ran.append(name)
+            self.now += seconds
+            if fails is not None:
+                raise fails("as planned")
+            return {"value": name}
+
+        return Item(name, seconds, priority, run)
+
+
+def read(folder: Path) -> list[str]:
+    return [json.loads(line)["item"] for line in (folder / "gpu.jsonl").read_text().splitlines()]
+
+
+def test_items_run_by_priority_while_there_is_time(tmp_path: Path) -> None:
+    clock = Clock()
+    given = [clock.item("c", 9, 3), clock.item("a", 5, 1), clock.item("b", 20, 2), clock.item("d", 1, 4)]
+    assert Report(tmp_path, "1").run(given, 15, clock) == ["b"]
+    assert clock.ran == read(tmp_path) == ["a", "c", "d"]
+    assert Report(tmp_path, "1").run(given, 20, clock) == []
+    assert clock.ran == ["a", "c", "d", "b"]
+    carried = tmp_path / "gpu.jsonl"
+    assert Report(tmp_path / "next", "1", carried).run(given, 99, clock) == []
+    assert len(clock.ran) == 4
+    Report(tmp_path / "next", "2", carried).run(given, 99, clock)
+    assert clock.ran[4:] == ["a", "b", "c", "d"], "another tree is measured again"
+
+
+def test_a_failure_and_a_kill_cost_their_item_alone(tmp_path: Path) -> None:
+    clock = Clock()
+    given = [clock.item("a", 1, 1), clock.item("b", 1, 2, ValueError), clock.item("c", 1, 3, KeyboardInterrupt)]
+    with pytest.raises(KeyboardInterrupt):
+        Report(tmp_path, "1").run(given, 99, clock)
+    lines = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert [(line["item"], line.get("error")) for line in lines] == [("a", None), ("b", "ValueError: as planned")]
+    clock.ran.clear()
+    Report(tmp_path, "1").run([*given[:2], clock.item("c", 1, 3)], 99, clock)
+    assert clock.ran == ["b", "c"], "what failed runs again"
+
+
+def test_a_kill_at_any_byte_loses_one_record(tmp_path: Path) -> None:
+    clock = Clock()
+    given = [clock.item(name, 1, index) for index, name in enumerate("abc")]
+    Report(tmp_path, "1").run(given, 99, clock)
+    whole = (tmp_path / "gpu.jsonl").read_bytes()
+    for end in range(len(whole)):
+        (tmp_path / "gpu.jsonl").write_bytes(whole[:end])
+        clock.ran.clear()
+        Report(tmp_path, "1").run(given, 99, clock)
+        known = [json.loads(line)["item"] for line in whole[:end].split(b"\n") if line.endswith(b"}")]
+        assert clock.ran == ["a", "b", "c"][len(known) :]
+        assert Report(tmp_path, "1").known == {"a", "b", "c"}
+
+
+def test_the_items_have_names_of_their_own() -> None:
+    assert len({item.name for item in items()}) == len(items())
+    assert sum(item.seconds for item in items()) <= 480
+
+
+def test_the_digests_are_those_of_the_emulation() -> None:
+    """A device whose digest is among them has the arithmetic that CI computes."""
+    x, weight = ((each.numpy().view(np.uint32) >> 16).astype(np.uint16) for each in factors())
+    sums = np.zeros((len(weight), len(x)), np.float32)
+    found = [
+        zlib.crc32(product(weight, x.T, sums, is_bfloat16=True, core=core).T.tobytes()) for core in (HOPPER, AMPERE)
+    ]
+    assert found == list(EMULATED.values())
+    if not ON_GPU:
+        assert set(tile_digests(DEVICE)) == {found[0]}
