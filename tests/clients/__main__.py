@@ -1,4 +1,6 @@
-"""Run real HTTP clients against `engine-core serve --http` on the demo model: `make clients`.
+"""Run real HTTP clients against `engine-core serve --models` with two models in turn: `make clients`.
+
+Both have the demo model's files, and only one fits into the memory at a time, so each program loads its model.
 
 Each folder here with a requirements.txt is an environment of its own (litellm needs another openai than the others).
 node/ and agents/ are such, too; their clients need Node.js 20 and npm, and are otherwise left out, which the output
@@ -16,16 +18,19 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
+from ipc.files.model_files import resolve_model
 from tests.clients.recorder import Recorder
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PATIENCE_S = 300
+MODELS = ("first:demo", "second:demo")  # Ollama's lists have tags
 
 
 def environment(folder: Path, where: Path) -> Path:
@@ -58,9 +63,14 @@ def free_port() -> int:
         return port
 
 
-def serve(port: int) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it is ready."""
-    server = subprocess.Popen([sys.executable, "-m", "tools.cli", "serve", "--http", f"127.0.0.1:{port}"], cwd=ROOT)
+def serve(port: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the server and wait until it is ready. folder: for the list of its models."""
+    path = folder / "models.toml"
+    table = '[models."{}"]\nmodel = {}\nkv_cache_memory_bytes = "512M"\n'
+    demo = json.dumps(str(resolve_model(None)))
+    path.write_text('memory = "1200M"\n' + "".join(table.format(name, demo) for name in MODELS))
+    command = [sys.executable, "-m", "tools.cli", "serve", "--models", path, "--http", f"127.0.0.1:{port}"]
+    server = subprocess.Popen(command, cwd=ROOT)
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         if server.poll() is not None:
@@ -115,17 +125,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only clients whose script's name has one of these texts")
     parsed = parser.parse_args()
     port = free_port()
-    server = serve(port)
+    folder = tempfile.TemporaryDirectory()
+    server = serve(port, Path(folder.name))
     num_failed = 0
     try:
         recorder = Recorder(port)
         base = f"http://127.0.0.1:{recorder.port}"
-        with urllib.request.urlopen(f"{base}/v1/models", timeout=30) as answer:
-            (model,) = re.findall(r'"id": ?"([^"]+)"', answer.read().decode())[:1]
-        variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base, "MODEL": model}
+        variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base}
         variables |= {"ENGINE_PYTHON": sys.executable, "ROOT": str(ROOT)}
         recorder.requests()
-        for script in scripts():
+        for index, script in enumerate(scripts()):
+            variables["MODEL"] = MODELS[index % len(MODELS)]
             if parsed.names and not any(name in script.name for name in parsed.names):
                 continue
             client = client_of(script, parsed.environments)
@@ -145,6 +155,7 @@ def main() -> int:
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(60)
+        folder.cleanup()
     print(f"engine-core {importlib.metadata.version('llm-engine-core')}: {num_failed} failed")
     return 1 if num_failed else 0
 

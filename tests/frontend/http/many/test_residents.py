@@ -89,6 +89,18 @@ def test_it_takes_requests_again_if_the_waiting_ones_leave() -> None:
     assert residents.take() == [Admit(3)]
 
 
+def test_it_yields_to_one_model_at_a_time() -> None:
+    residents = two()
+    residents.put("c", 6, inf)
+    loaded(residents, 1, "a", 0.0)
+    residents.request(2, "b", 0.0)
+    residents.request(4, "c", 2.0)
+    residents.tick(PATIENCE_S)
+    residents.request(3, "a", PATIENCE_S)
+    residents.leave(2, PATIENCE_S + 1)
+    assert residents.take() == [Admit(3)]
+
+
 @pytest.mark.parametrize(("kept", "later", "stops"), [(0.0, 0.0, True), (inf, 1e9, False)])
 def test_keep_alive_of_a_request(kept: float, later: float, *, stops: bool) -> None:
     residents = two()
