@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import CheckedWeights, open_weights
 from core.model_files.model_config import is_foreign, read_model_config, refuse_missing_parts
@@ -295,7 +297,11 @@ def _vision(
     if weights is None:
         return None
     if isinstance(parts, GridParts):
+        if (most := config.image_max_pixels) is not None:
+            parts = msgspec.structs.replace(parts, max_rows=max(1, min(parts.max_rows, most // parts.unit**2)))
         return GridEncoder(parts, width, weights, dtype, library=library)
+    if config.image_max_pixels is not None:
+        raise ConfigError(f"image_max_pixels: images of {source} have one size: leave it out")
     return VisionEncoder(parts, width, weights, dtype, library=library)
 
 

@@ -117,6 +117,12 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         dict[str, int],
         Option("model", "most images of one prompt, as image=2; may be 0; default: no limit"),
     ] = {}
+    image_max_pixels: Annotated[
+        int | None,
+        Option(
+            "model", "larger images are made smaller, for models that take any size; default: the model's", 1, 2**31
+        ),
+    ] = None
     device: Annotated[
         str,
         Option(

@@ -227,6 +227,18 @@ def test_a_text_model_that_kept_the_whole_config_runs_alone(tmp_path: Path) -> N
     assert executor._loaded.source.vision is None
 
 
+def test_images_are_no_larger_than_the_option_says(folders: dict[str, Path]) -> None:
+    config = EngineConfig(model=str(folders["qwen3-vl"]), dtype="float32", image_max_pixels=10 * UNIT**2 + 5)
+    executor = LocalExecutor(config)
+    assert executor.info.image_tokens == 10
+    assert executor.features is not None
+    limits = executor.features.limits
+    assert limits is not None
+    rules = any_size_images({"patch_size": 4, "size": SIZE}, limits, lambda token: 5)
+    height, width = rules.size_of(300, 200)
+    assert 0 < height * width <= 10 * UNIT**2
+
+
 WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
     (["vision_config", "hidden_act"], "relu", UnsupportedModelError, "vision_config.hidden_act='relu'"),
     (["vision_config", "in_channels"], 4, UnsupportedModelError, "vision_config.in_channels=4"),

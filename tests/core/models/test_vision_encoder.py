@@ -14,7 +14,7 @@ from core.executors.local import LocalExecutor
 from core.features.store import Features
 from core.models.architectures.vision_architectures import is_unused, text_name, vision_name
 from core.models.vision_encoder import VisionEncoder, position_ids
-from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
+from ipc.errors import ConfigError, EngineCoreError, ModelFileError, UnsupportedModelError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from kernels.cpu.library import load_cpu_library
@@ -172,6 +172,11 @@ def test_wrong_settings_of_gemma_3(
     set_setting(tmp_path, keys, value)
     with pytest.raises(error, match=text):
         executor(tmp_path)
+
+
+def test_images_of_one_size_have_no_other(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"image_max_pixels: images of .* have one size: leave it out"):
+        executor(folder, image_max_pixels=1000)
 
 
 def test_without_the_c_kernels_the_text_runs_alone(folder: Path) -> None:
