@@ -52,6 +52,7 @@ PUBLISHED: dict[str, str] = {
     "NemotronForCausalLM": "Minitron 4B, 8B, Nemotron-4",
     "NemotronHForCausalLM": "Nemotron 3 Nano 30B-A3B, Nemotron-H 4B, 8B, 47B, 56B",
     "PhiForCausalLM": "Phi-1, 1.5, 2",
+    "GPT2LMHeadModel": "GPT-2 124M to 1.5B, DistilGPT-2",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX-20B",
     "GptOssForCausalLM": "gpt-oss-20b, -120b",
     "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder",
@@ -143,7 +144,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
     adapters = "all" if row.experts is None else "not experts"
     if row.latent or row.recurrent is not None:
         adapters = "no"
-    lacks_gpu = row.latent or row.recurrent is not None or row.full_heads or row.head_gates
+    lacks_gpu = row.latent or row.recurrent is not None or row.full_heads or row.head_gates or row.position_table
     return KnownModel(
         models=PUBLISHED.get(name, ""),
         architecture=name,

@@ -40,8 +40,9 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
     if num_stages > 1 and model.recurrent is not None:
         raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
-    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None):
+    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None or model.position_table):
         what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
+        what = "a table of positions" if model.position_table else what
         raise ConfigError(f"{path} has {what}, which cannot be split among stages: leave pipeline_parallel_size out")
     if num_stages > 1:
         layers_of_stages(model, num_stages)
@@ -75,5 +76,7 @@ def _undivided(model: ModelConfig) -> str:
         "layers that share K and V": model.num_shared_layers > 0,
         "inputs of single layers": model.per_layer is not None,
         "normalised values": model.value_norm,
+        "a table of positions": model.position_table,
+        "the activation xIELU": model.hidden_act == "xielu",
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

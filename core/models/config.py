@@ -219,6 +219,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_offset: float = 0.0  # added to each norm's stored weight
     centred_norms: bool = False  # norms, including those of heads, are layer normalisations; otherwise RMS norms
     norm_bias: bool = False  # centred norms of hidden states have a bias
+    position_table: bool = False  # a row of a table is added to a token's embedding, by its position
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
     packing: Packing = "none"  # of matrices in a safetensors folder
     embedding_multiplier: float = 1.0  # factor of embeddings, if scale_embeddings is false

@@ -57,6 +57,7 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "normalised values": config.value_norm,
         "gates of heads": config.head_gates,
         "inputs of single layers": config.per_layer is not None,
+        "a table of positions": config.position_table,
         "the activation xIELU": config.hidden_act == "xielu",
         "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
     }

@@ -147,7 +147,11 @@ class Llama:
         """Build the embedding. Return the head if it has the same weights, otherwise None."""
         table = parts.take_matrix("model.embed_tokens.weight")
         head = self._make_head(table) if self.config.tie_word_embeddings else None
-        self.embedding = self.operations.embedding(table, embedding_scale(self.config, self.dtype), head)
+        places = None
+        if self.config.position_table:
+            places = to_floats(parts.take_matrix("model.embed_positions.weight").dense(FLOAT32)).copy()
+        scale = embedding_scale(self.config, self.dtype)
+        self.embedding = self.operations.embedding(table, scale, head, places)
         return head
 
     def _build_end(self, parts: WeightParts, head: Product | None) -> None:
@@ -211,9 +215,10 @@ class Llama:
     def reads_features(self) -> bool:
         """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone.
 
-        Inputs of single layers are of tokens: given embeddings have none.
+        Inputs of single layers are of tokens: given embeddings have none. Nor are rows for positions added to them.
         """
-        return self.decoder is not None and self._is_alone and self.per_layer is None
+        has_more = self.per_layer is not None or self.config.position_table
+        return self.decoder is not None and self._is_alone and not has_more
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
@@ -312,7 +317,8 @@ class Llama:
         """Run the layers operation by operation, and return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
         operations, own = self.operations, self.per_layer
-        hidden = self.embedding(inputs.token_ids)
+        places = (inputs.positions,) if self.config.position_table else ()
+        hidden = self.embedding(inputs.token_ids, *places)
         projected = None if own is None else own.project(hidden)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):

@@ -257,6 +257,7 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
         "output_gate": architecture.output_gate,
+        "position_table": architecture.position_table,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
         "fused_qkv": is_fused,
@@ -308,6 +309,8 @@ def _unrotated(values: Values, architecture: Architecture, window: dict[str, Any
     match architecture.unrotated:
         case "no_rope_layers":
             return every(_SMOLLM3_INTERVAL, num_layers)
+        case "all":
+            return tuple(range(num_layers))
         case "by position_embedding_type" if not values.boolean("is_rotated", True):
             return tuple(range(num_layers))
         case "full beside sliding" if window:

@@ -273,6 +273,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "output_gate": architecture.output_gate,
         "head_gates": architecture.head_gates,
         "norm_offset": architecture.norm_offset,
+        "position_table": architecture.position_table,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
         "fused_qkv": architecture.fused_qkv,

@@ -94,6 +94,8 @@ def adjusted_sizes(values: Values, architecture: Architecture) -> None:
     """Rename settings that an architecture names differently, and set the real size of its MLP."""
     names = architecture.settings
     values.values = {**values.values, **{names[key]: value for key, value in values.values.items() if key in names}}
+    if architecture.size_factor is not None and values.get("intermediate_size") is None:
+        values.values["intermediate_size"] = architecture.size_factor * values.integer("hidden_size")
     if not architecture.adjusts_size or not values.boolean("block_auto_adjust_ff_dim", True):
         return
     unit, size = values.integer("block_multiple_of", 256), values.integer("intermediate_size") * 2 // 3

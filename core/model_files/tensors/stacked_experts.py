@@ -54,6 +54,16 @@ def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     return tensors
 
 
+def with_turned_products(found: Mapping[str, StoredTensor], layers_name: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a file whose layers have their matrices as [in, out], as matrices [out, in]."""
+    return {
+        name: msgspec.structs.replace(stored, shape=stored.shape[::-1], is_turned=True)
+        if name.startswith(f"{layers_name}.") and len(stored.shape) == 2
+        else stored
+        for name, stored in found.items()
+    }
+
+
 def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """Return the tensors, with experts.gate_up_proj and experts.down_proj split into single experts' matrices.
 

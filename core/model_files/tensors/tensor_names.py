@@ -14,6 +14,7 @@ _KEYS_AND_VALUES = re.compile(
 )
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
+    "model.embed_positions": "position_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd",

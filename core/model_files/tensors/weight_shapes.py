@@ -13,6 +13,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return encoder_shapes(config)
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    if config.position_table:
+        shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
     if (own := config.per_layer) is not None:
         width = config.num_hidden_layers * own.width
         shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, width)

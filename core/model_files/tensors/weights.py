@@ -24,7 +24,7 @@ from core.model_files.tensors.latent_tensors import latent_orders
 from core.model_files.tensors.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.tensors.recurrent_tensors import input_order, like_others
-from core.model_files.tensors.stacked_experts import by_expert, by_halves, unstacked, unturned
+from core.model_files.tensors.stacked_experts import by_expert, by_halves, unstacked, unturned, with_turned_products
 from core.model_files.tensors.stored_tensor import PackedTensor, StoredTensor
 from core.model_files.tensors.tensor_names import (
     gates_last,
@@ -63,6 +63,7 @@ _VECTORS += tuple(f".act_fn.{name}" for name in XIELU_NAMES)
 #: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
+    r"|transformer\.h\.\d+\.attn\.(masked_)?bias"  # causal masks in old files
 )
 
 
@@ -212,6 +213,8 @@ def _plan_tensors(
     found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
     found = unturned(found) if turns else unstacked(by_expert(found, config), by_head=config.qk_norm_by_head)
+    if config.encoder is None and ARCHITECTURES[config.architecture].turned_products:
+        found = with_turned_products(found, ARCHITECTURES[config.architecture].layers_name)
     plan: dict[str, StoredTensor | PackedTensor] = {}
     for name, shape in shapes.items():
         theirs = json_name(name, config)

@@ -99,6 +99,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: Settings for which only one value is supported; related models with other values are refused.
     only: Mapping[str, Any] = msgspec.field(default_factory=dict)
     size_key: str = "intermediate_size"  # the setting for the size of the MLP
+    size_factor: int | None = None  # that size as a multiple of hidden_size, if a file does not state it
     activation_key: str | None = "hidden_act"  # None: `activation` always applies, whatever the files name
     activation: Activation = "silu"  # if a file does not name one
     #: Which products of attention have biases. "qkv": Q, K and V. "as configured": Q, K, V and the output, if the
@@ -133,6 +134,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     centred_norms: bool = False  # norms are layer normalisations
     norm_bias: bool = False
     norm_offset: float = 0.0  # added to norms as Hugging Face stores them; llama.cpp stores the sum
+    position_table: bool = False
     scale_embeddings: bool = False
     query_pre_attn_scalar: bool = False  # the setting exists
     #: Number of layers of the one model for which llama.cpp uses another value than the head dimension in
@@ -185,6 +187,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     scores_scalar: float | None = None  # scores are scaled by its square root's inverse, whatever a file says
     own_cap: Literal["none", "logits_cap"] = "none"  # of the soft caps without `soft_caps`: the one that exists
     adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says
+    turned_products: bool = False  # safetensors have the layers' matrices as [in, out]
     fused_qkv: bool = False
     qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, K and V together
     fused_gate_up: bool = False

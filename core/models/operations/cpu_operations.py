@@ -138,16 +138,19 @@ class CpuOperations:
         """Wake the kernels' threads."""
         self.library.wake_threads()
 
-    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> CpuEmbedding:
+    def embedding(
+        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+    ) -> CpuEmbedding:
         """Return the embedding. It reads the packed head if the table is the head's weight."""
         if isinstance(head, PackedMatrix):
-            return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
+            return CpuEmbedding(self.library, head, scale, places=places)  # the packed head replaces the table
         is_stored = self._dtype == BFLOAT16 and self.form is not WeightForm.DENSE
         if is_stored and (part := table.parts[0]).type_name not in PLAIN_TYPES and len(table.parts) == 1:
-            rows, _ = self._taken(table, "blocks", lambda: (part.data.copy().reshape(-1), ()))
-            return CpuEmbedding(self.library, BlockRows(part.type_name, rows.reshape(part.data.shape)), scale)
+            kept, _ = self._taken(table, "blocks", lambda: (part.data.copy().reshape(-1), ()))
+            blocks = BlockRows(part.type_name, kept.reshape(part.data.shape))
+            return CpuEmbedding(self.library, blocks, scale, places=places)
         numbers, _ = self._taken(table, "rows", lambda: (table.own(self._dtype).reshape(-1).view(np.uint8), ()))
-        return CpuEmbedding(self.library, numbers.view(self._dtype).reshape(table.shape), scale)
+        return CpuEmbedding(self.library, numbers.view(self._dtype).reshape(table.shape), scale, places=places)
 
     def linear(
         self,

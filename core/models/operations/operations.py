@@ -103,10 +103,13 @@ class Operations(Protocol):
     def wake(self) -> None:
         """Prepare for a step's first operation within tens of microseconds."""
 
-    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
+    def embedding(
+        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+    ) -> Callable[..., Tensor]:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
 
-        head: the product whose weights are the table, if there is one.
+        head: the product whose weights are the table, if there is one. places [positions, d]: rows that are added by
+        position; then the operation also takes the positions [T] int64.
         """
 
     def linear(

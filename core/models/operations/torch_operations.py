@@ -163,10 +163,18 @@ class TorchOperations:
     def wake(self) -> None:
         """Do nothing: torch wakes its own threads."""
 
-    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
+    def embedding(
+        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+    ) -> Callable[..., torch.Tensor]:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
         rows = to_tensor(table.own(self._dtype))
-        return lambda ids: rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
+        if places is None:
+            return lambda ids: rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
+        added = to_tensor(places)
+        return lambda ids, positions: (
+            rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
+            + added.index_select(0, torch.as_tensor(positions))
+        )
 
     def linear(
         self,

@@ -114,8 +114,11 @@ class TritonOperations:
     def wake(self) -> None:
         """Do nothing: the device needs no wake-up."""
 
-    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
-        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
+    def embedding(
+        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+    ) -> Operation:
+        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32. No rows are added."""
+        assert places is None, "a table of positions"
         return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale)
 
     def linear(

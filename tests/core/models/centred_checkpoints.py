@@ -31,6 +31,7 @@ CENTRED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 100, "logit_scale": 0.25}),
     "nemotron": ("nemotron", {"head_dim": 16, "rope_parameters": _PARTIAL}),
     "phi": ("phi", {"hidden_size": 64, "rope_parameters": _PARTIAL}),
+    "gpt2": ("gpt2", {"num_key_value_heads": 4, "n_positions": 1024, "n_inner": None}),
     "gpt-neox": ("gpt_neox", {"hidden_size": 64, "num_key_value_heads": 4, "rope_parameters": _PARTIAL}),
     "gpt-neox-in-turn": (
         "gpt_neox",

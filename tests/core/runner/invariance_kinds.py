@@ -136,6 +136,7 @@ KINDS: dict[str, ModelConfig] = {
         hidden_act="relu2",
         experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
         file_layers=((0, 1), (2, -1), (3, -1)),
+        position_table=True,
     ),
     "experts beside": msgspec.structs.replace(TINY, **_ROUTED_LAYERS),
 }

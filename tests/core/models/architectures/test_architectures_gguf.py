@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -52,6 +53,30 @@ def test_files_of_phi_2_may_have_q_k_and_v_in_one_matrix(tmp_path: Path) -> None
     expected = golden("phi")
     path = write_model(tmp_path / "model.gguf", expected.model, "phi2", changed=fused)
     assert read_model_config(path).fused_qkv
+    check_logits(path, expected)
+
+
+def test_gpt2_has_a_table_of_positions(tmp_path: Path) -> None:
+    expected, path = golden("gpt2"), tmp_path / "model.gguf"
+    config, writer = expected.model.config, gguf.GGUFWriter(path, "gpt2")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(4 * config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, tensor in expected.model.state_dict().items():
+        if name == "lm_head.weight":  # the embedding's
+            continue
+        is_turned = ".h." in name and tensor.dim() == 2
+        stem, kind = name.rsplit(".", 1)
+        writer.add_tensor(f"{names.get_name(stem)}.{kind}", (tensor.T if is_turned else tensor).contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     check_logits(path, expected)
 
 
