@@ -73,6 +73,18 @@ def test_gelu_as_a_gate(dtype: Dtype, library: CpuLibrary) -> None:
     np.testing.assert_allclose(found, np.stack([right] * 3), rtol=TOLERANCE[dtype], atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_xielu_with_the_constants_of_a_layer(dtype: Dtype, library: CpuLibrary) -> None:
+    """Its two forms for x <= 0, a series and an exponential, and the limit just below 0."""
+    bias = np.array([*np.linspace(-9, 4, 60), -0.5, -0.4999, -1e-3, -1e-6, -1e-7, 0.0, 1e-7, np.nan], np.float32)
+    constants = np.array([0.7, 1.3, 0.5, -1e-6], np.float32)
+    weight, x = rounded(np.zeros((len(bias), 16), np.float32), dtype), rounded(np.ones((9, 16), np.float32), dtype)
+    found = to_floats(PackedMatrix(library, weight, bias, activation="xielu", constants=constants)(x))
+    right = np.array([_xielu(value, *constants.tolist()) for value in bias.tolist()])
+    assert (found[:, :-1] == found[0, :-1]).all()
+    np.testing.assert_allclose(found[0], right, rtol=TOLERANCE[dtype], atol=3e-6 if dtype == BFLOAT16 else 3e-8)
+
+
 def test_nan_stays_nan(library: CpuLibrary) -> None:
     bias = np.array([np.nan, 1.0, -np.inf, np.inf], np.float32)
     found = PackedMatrix(library, np.zeros((4, 8), np.float32), bias, activation="gelu")(np.ones((1, 8), np.float32))
@@ -91,6 +103,10 @@ def test_rows_for_kinds_and_positions(library: CpuLibrary) -> None:
 
 def _gelu(x: float) -> float:
     return x * 0.5 * math.erfc(-x / math.sqrt(2))
+
+
+def _xielu(x: float, positive: float, negative: float, beta: float, limit: float) -> float:
+    return positive * x * x + beta * x if x > 0 else negative * (math.expm1(min(x, limit)) - x) + beta * x
 
 
 def _gelu_tanh(x: float) -> float:
