@@ -51,6 +51,13 @@ _STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 
 
 _INPUTS = ("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
 
+#: Two layers without MLPs, a routed MLP without gates, and a table of positions.
+_WITHOUT_MLPS: dict[str, Any] = {"file_layers": ((0, 1), (2, -1), (3, -1)), "is_gated": False, "hidden_act": "relu2"}
+_WITHOUT_MLPS |= {
+    "experts": msgspec.structs.replace(_SHARED, has_shared_gate=False, dense_layers=()),
+    "position_table": True,
+}
+
 #: Layer normalisations with biases; MLPs without gates that read what attention reads.
 _BESIDE: dict[str, Any] = {"residual": "parallel", "centred_norms": True, "norm_bias": True, "hidden_act": "relu2"}
 _BESIDE |= {"is_gated": False, "mlp_bias": True, "head_bias": True, "tie_word_embeddings": False}
@@ -106,7 +113,7 @@ KINDS: dict[str, ModelConfig] = {
     ),
     "short convolution": msgspec.structs.replace(TINY, recurrent=_CONVOLUTION),
     "gated delta": msgspec.structs.replace(TINY, recurrent=_DELTA, output_gate=True, qkv_bias=True, qk_norm=True),
-    "state space": msgspec.structs.replace(TINY, recurrent=_STATE_SPACE, **_MULTIPLIERS),
+    "state space": msgspec.structs.replace(TINY, recurrent=_STATE_SPACE, **_WITHOUT_MLPS, **_MULTIPLIERS),
     "centred head norms": msgspec.structs.replace(
         TINY, qk_norm=True, qk_norm_by_head=True, centred_norms=True, unrotated_layers=(1,), head_dim=24
     ),
@@ -128,15 +135,6 @@ KINDS: dict[str, ModelConfig] = {
         post_norms=True,
         hidden_act="xielu",
         is_gated=False,
-    ),
-    "layers without MLPs": msgspec.structs.replace(
-        TINY,
-        recurrent=_STATE_SPACE,
-        is_gated=False,
-        hidden_act="relu2",
-        experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
-        file_layers=((0, 1), (2, -1), (3, -1)),
-        position_table=True,
     ),
     "experts beside": msgspec.structs.replace(TINY, **_ROUTED_LAYERS),
 }
