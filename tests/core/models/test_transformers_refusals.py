@@ -141,20 +141,20 @@ def test_damaged_weights_are_a_model_file_error(tmp_path: Path) -> None:
 
 
 def test_native_only_refuses_other_architectures(tmp_path: Path) -> None:
-    save("gpt2", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="GPT2LMHeadModel"):
+    save("opt", tmp_path)
+    with pytest.raises(UnsupportedModelError, match="OPTForCausalLM"):
         LocalExecutor(config_for(tmp_path, model_impl="native"))
 
 
 def test_a_missing_weight_file_is_a_model_file_error(tmp_path: Path) -> None:
-    save("gpt2", tmp_path)
+    save("opt", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ModelFileError, match="safetensors"):
         LocalExecutor(config_for(tmp_path))
 
 
 def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OPTForCausalLM"]}))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelFileError, match=r"with its extra \[transformers\]"):
         TransformersModel(tmp_path, FLOAT32)
