@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
+from core.model_files.tensors.weights import load_weights
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ExpertParts
 from ipc.errors import UnsupportedModelError
+from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
 from tests.core.models.gguf_checkpoints import write_model
 
@@ -105,6 +108,17 @@ def test_internlm2_is_a_llama_whose_rows_of_q_k_and_v_are_fused(tmp_path: Path) 
     for path in (tmp_path, write_model(tmp_path / "model.gguf", expected.model, "internlm2")):
         assert read_model_config(path).architecture == "InternLM2ForCausalLM"
         check_logits(path, expected)
+
+
+def test_old_files_of_gpt2_have_no_prefix_and_causal_masks(tmp_path: Path) -> None:
+    golden("gpt2").model.save_pretrained(tmp_path)
+    config, path = read_model_config(tmp_path), tmp_path / "model.safetensors"
+    expected = dict(load_weights(tmp_path, config, FLOAT32))
+    old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
+    save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.zeros(1)}, path)
+    found = dict(load_weights(tmp_path, config, FLOAT32))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in found)
 
 
 #: Case -> a field of its config and a wrong value: each must be seen, else the comparison above proves nothing of it.
