@@ -90,7 +90,7 @@ def test_a_folder_that_transformers_would_run(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_in_the_cache_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tools.commands.inspect.cached_models", list)
+    monkeypatch.setattr("ipc.files.hub_cache.cached_models", list)
     with pytest.raises(ModelFileError, match="engine-core pull org/name:Q4_K_M"):
         main(["org/name:Q4_K_M"])
 
