@@ -9,6 +9,7 @@
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make gpu-report  what an NVIDIA GPU that is there for minutes can tell, into .gpu; goes on where it was killed
+# make arm    the kernels for ARM64 under QEMU (needs Debian's gcc-aarch64-linux-gnu and qemu-user; ARGS="..." for pytest)
 # make check  the same without the tests
 # make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
 # make map    write docs/map.md, options.md, known_models.md and the table of sampling.md again
@@ -36,7 +37,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients ray programs gpu gpu-report check kernels map venv clean
+.PHONY: run test test-wheel soak pythons clients ray programs gpu gpu-report arm check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -77,6 +78,9 @@ gpu: $(DEV_STAMP)
 gpu-report: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m tools.lab.bench.gpu.report .gpu $(ARGS)
 
+arm: $(DEV_STAMP)
+	$(BIN)/python -m tests.arm $(ARGS)
+
 check: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -108,4 +112,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .pythons .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
+	rm -rf $(VENV) .clients .programs .pythons .ray .arm build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis

@@ -1,10 +1,11 @@
 """Hatchling's build hook: it moves all packages of the checkout into `engine_core` and adds compiled C kernels.
 
 With kernels, the wheel is for this platform only. It has every variant of its architecture, or those that
-ENGINE_CORE_WHEEL_VARIANTS names (avx512,portable). Without a C compiler the wheel is pure Python; then kernels are
-built on the machine that installs it, or torch's are used. A compiler that is there and fails ends the build, because
-installers hide warnings; with ENGINE_CORE_WHEEL_PURE=1 the wheel has the variants that were built. An editable install
-uses the checkout unchanged.
+ENGINE_CORE_WHEEL_VARIANTS names (avx512,portable). ENGINE_CORE_WHEEL_MACHINE=aarch64 with a cross compiler as CC makes
+one for that architecture. Without a C compiler the wheel is pure Python; then kernels are built on the machine that
+installs it, or torch's are used. A compiler that is there and fails ends the build, because installers hide warnings;
+with ENGINE_CORE_WHEEL_PURE=1 the wheel has the variants that were built. An editable install uses the checkout
+unchanged.
 """
 
 import importlib.util
@@ -17,6 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WANTED = "ENGINE_CORE_WHEEL_VARIANTS"
 PURE = "ENGINE_CORE_WHEEL_PURE"
+MACHINE = "ENGINE_CORE_WHEEL_MACHINE"  # for a cross compiler: as of platform.machine()
 
 
 class WheelHook(BuildHookInterface[Any]):
@@ -40,7 +42,7 @@ class WheelHook(BuildHookInterface[Any]):
             path.write_bytes(content)
         if libraries:
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values())}"
+            build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values(), os.environ.get(MACHINE))}"
 
     def compile_kernels(self) -> dict[str, bytes]:
         """Return file name -> content of each variant's library; empty where there is no compiler.
@@ -57,12 +59,14 @@ class WheelHook(BuildHookInterface[Any]):
         except cpu_build.CpuLibraryError as error:
             self.fail("compiled kernels", error)
             return libraries
-        for variant in _wanted(cpu_build.variants_of_machine()):
+        machine = os.environ.get(MACHINE)
+        for variant in _wanted(cpu_build.variants_of(machine)):
             try:
                 cpu_build.check_instructions(variant, compiler)
                 folder, limits = Path(self._folder.name), (cpu_build.WHEEL_BUILD_S, cpu_build.WHEEL_CPU_S)
                 built = cpu_build.build(variant, compiler, folder, *limits)
-                libraries[f"{variant}-{cpu_build.source_hash(variant)}.so"] = cpu_build.with_digest(built)
+                name = f"{variant}-{cpu_build.source_hash(variant, machine=machine)}.so"
+                libraries[name] = cpu_build.with_digest(built)
             except cpu_build.CannotCompileError as error:
                 self.app.display_warning(f"the wheel has no kernels {variant}: {error}")
             except cpu_build.CpuLibraryError as error:

@@ -30,13 +30,14 @@ class _Section(NamedTuple):
     link: int  # the section with this one's strings
 
 
-def platform_tag(libraries: Iterable[bytes]) -> str:
+def platform_tag(libraries: Iterable[bytes], machine: str | None = None) -> str:
     """Return the platform tag of a wheel with these shared libraries (their contents).
 
-    It is manylinux_*, or this platform's name where a library needs more than glibc or is no 64-bit little-endian ELF
-    file.
+    It is manylinux_*, or the platform's name where a library needs more than glibc or is no 64-bit little-endian ELF
+    file. machine: of Linux, if it is not this one's.
     """
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    platform = f"linux_{machine}" if machine else here
     try:
         minor = max((glibc_minor(read_needs(library)) for library in libraries), default=None)
     except (struct.error, ValueError, IndexError):

@@ -11,7 +11,9 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
-CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
+CpuKernels = Literal[
+    "auto", "c", "amx", "avx512bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "portable", "torch"
+]
 DistributedExecutorBackend = Literal["auto", "uni", "mp", "ray"]
 Quantization = Literal["auto", "stored", "none", "int8"]
 

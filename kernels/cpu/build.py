@@ -34,10 +34,10 @@ FLAGS = (
 
 
 class Variant(NamedTuple):
-    """One instruction set: its compiler flags, and the words of /proc/cpuinfo that a CPU needs to run it."""
+    """One instruction set: its compiler flags, and the kernel's words for what a CPU needs to run it."""
 
     flags: tuple[str, ...]
-    needs: frozenset[str]
+    needs: frozenset[str]  # none = any CPU of any architecture
     probe: str = ""  # C code that only compiles if compiler and assembler support the instructions; "" = all do
 
 
@@ -45,6 +45,14 @@ _AVX2 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
 #: Every CPU with the bfloat16 instructions also has those for products of bytes.
 _AVX512BF16 = _AVX512 | frozenset(["avx512_bf16", "avx512_vnni"])
+
+ARM = "aarch64"  # platform.machine() of ARM with 64 bits
+#: The same words for it, with the bits of getauxval() that say so (asm/hwcap.h).
+_HWCAP, _HWCAP2 = 16, 26
+_ARM_BITS = {"asimd": (_HWCAP, 1), "asimddp": (_HWCAP, 20), "i8mm": (_HWCAP2, 13), "bf16": (_HWCAP2, 14)}
+_NEON = frozenset(["asimd"])
+_NEON_DOT = _NEON | frozenset(["asimddp"])
+_NEON_BF16 = _NEON_DOT | frozenset(["bf16", "i8mm"])
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _INTEL = "GenuineIntel"  # its vendor_id
@@ -60,6 +68,9 @@ VARIANTS = {
     "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _AVX512BF16),
     "avx512": Variant(("-march=x86-64-v4",), _AVX512),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),
+    "neon_bf16": Variant(("-march=armv8.2-a+dotprod+bf16+i8mm", "-DWITH_NEON"), _NEON_BF16),
+    "neon_dot": Variant(("-march=armv8.2-a+dotprod", "-DWITH_NEON"), _NEON_DOT),
+    "neon": Variant(("-march=armv8-a", "-DWITH_NEON"), _NEON),
     "portable": Variant((), frozenset()),
 }
 
@@ -102,10 +113,19 @@ def has_amx() -> bool:
 
 
 def _cpu_words() -> set[str]:
+    if platform.machine() == ARM:
+        return {word for word, (kind, bit) in _ARM_BITS.items() if _auxiliary_value(kind) >> bit & 1}
     try:
         return set(_CPU_INFO.read_text().split())
     except OSError:
         return set()
+
+
+def _auxiliary_value(kind: int) -> int:
+    """Return what the kernel told this process at its start (getauxval); 0 = nothing."""
+    libc = ctypes.CDLL(None)
+    libc.getauxval.argtypes, libc.getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return int(libc.getauxval(kind))
 
 
 @functools.cache
@@ -130,10 +150,15 @@ def variant_of(choice: str) -> str | None:
     return choice if choice in VARIANTS else None
 
 
-def variants_of_machine() -> list[str]:
-    """Return the variants for CPUs of this architecture, best first. They go into a wheel."""
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return [name for name, variant in VARIANTS.items() if is_x86 or not variant.needs]
+def variants_of(machine: str | None = None) -> list[str]:
+    """Return the variants for CPUs of an architecture, best first. They go into a wheel. None = this machine's."""
+    machine = machine or platform.machine()
+    is_x86 = machine.lower() in ("x86_64", "amd64")
+    return [
+        name
+        for name, variant in VARIANTS.items()
+        if not variant.needs or (machine == ARM if variant.needs <= _ARM_BITS.keys() else is_x86)
+    ]
 
 
 def find_compiler() -> Compiler:
@@ -170,10 +195,13 @@ def check_instructions(variant: str, compiler: Compiler) -> None:
         ) from error
 
 
-def source_hash(variant: str, compiler_version: str = "") -> str:
-    """Return a hex digest of everything that a variant depends on: machine, compiler version, flags and sources."""
+def source_hash(variant: str, compiler_version: str = "", machine: str | None = None) -> str:
+    """Return a hex digest of everything that a variant depends on: machine, compiler version, flags and sources.
+
+    machine: as of platform.machine(); None = this one.
+    """
     digest = hashlib.blake2b(digest_size=16)
-    for part in (platform.machine(), compiler_version, *FLAGS, *VARIANTS[variant].flags):
+    for part in (machine or platform.machine(), compiler_version, *FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
     for path in sorted(SOURCE_FOLDER.rglob("*.[ch]")):
         digest.update(str(path.relative_to(SOURCE_FOLDER)).encode() + b"\0" + path.read_bytes() + b"\0")
@@ -221,7 +249,9 @@ def _make_common_header(command: list[str], folder: str, end: float, *, is_compi
 
     If the compiler cannot precompile it, the text is used.
     """
-    Path(folder, _COMMON_HEADER).write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
+    Path(folder, _COMMON_HEADER).write_text(
+        "#if defined(__x86_64__)\n#include <immintrin.h>\n#elif defined(WITH_NEON)\n#include <arm_neon.h>\n#endif\n"
+    )
     if is_compiled:
         with contextlib.suppress(_CompilerFailedError):
             _run("failed", [[*command, "-x", "c-header", _COMMON_HEADER, "-o", f"{_COMMON_HEADER}.gch"]], folder, end)

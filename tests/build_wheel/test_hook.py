@@ -88,7 +88,7 @@ def compiled(
     monkeypatch: pytest.MonkeyPatch, said: list[str], build: Callable[..., bytes] = lambda variant, *_: variant.encode()
 ) -> list[str]:
     """The variants that a wheel of a machine with three gets."""
-    monkeypatch.setattr(cpu_build, "variants_of_machine", lambda: ["amx", "avx2", "portable"])
+    monkeypatch.setattr(cpu_build, "variants_of", lambda machine: ["amx", "avx2", "portable"])
     monkeypatch.setattr(cpu_build, "build", build)
     with tempfile.TemporaryDirectory() as folder:
         hook: Any = SimpleNamespace(

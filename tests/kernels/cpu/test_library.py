@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import platform
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from kernels.cpu.build import (
     is_intact,
     source_hash,
     usable_variants,
+    variants_of,
     with_digest,
 )
 from kernels.cpu.library import load_cpu_library
@@ -224,10 +226,27 @@ def test_the_best_variant_depends_on_the_make_of_the_cpu(vendor, extra, best, mo
     words = sorted(VARIANTS["avx512"].needs)
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: {vendor}\nflags\t: {' '.join(words)} {extra}\n")
     monkeypatch.setattr(kernels.cpu.build, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     usable = usable_variants()
     assert usable[0] == best
-    assert set(usable) == set(VARIANTS) - {"amx"} - (set() if extra else {"avx512bf16"})
+    assert set(usable) == set(variants_of()) - {"amx"} - (set() if extra else {"avx512bf16"})
     assert usable[-2:] == ["avx2", "portable"]
+
+
+@pytest.mark.parametrize(
+    ("values", "usable"),
+    [
+        ({16: 1 << 1}, ["neon", "portable"]),
+        ({16: 1 << 1 | 1 << 20}, ["neon_dot", "neon", "portable"]),
+        ({16: 1 << 1 | 1 << 20, 26: 1 << 14}, ["neon_dot", "neon", "portable"]),
+        ({16: 1 << 1 | 1 << 20, 26: 1 << 13 | 1 << 14}, ["neon_bf16", "neon_dot", "neon", "portable"]),
+    ],
+)
+def test_on_arm_the_kernel_says_what_the_cpu_has(values, usable, monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(kernels.cpu.build, "_auxiliary_value", lambda kind: values.get(kind, 0))
+    assert usable_variants() == usable
+    assert variants_of() == ["neon_bf16", "neon_dot", "neon", "portable"]
 
 
 def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):

@@ -14,6 +14,8 @@
 /* Registers: rows x vectors of sums, `vectors` vectors of K or V, and one number of q or of the weights. */
 #if VECTOR_BYTES >= 32
 #define MAX_ROWS 6
+#elif defined(WITH_NEON) /* a row's maximum has a lane */
+#define MAX_ROWS 4
 #else
 #define MAX_ROWS 2
 #endif
@@ -112,6 +114,8 @@ INLINE Floats add_unit(Floats sum, Words a, Words b, const int dtype) {
     if (dtype == FLOAT32) return multiply_add((Floats)a, (Floats)b, sum);
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)a, (__m512bh)(__m512i)b);
+#elif defined(NEON_BF16)
+    return add_pairs(sum, b, a);
 #else
     sum = multiply_add((Floats)(a << 16), (Floats)(b << 16), sum);
     return multiply_add((Floats)(a & 0xffff0000), (Floats)(b & 0xffff0000), sum);
@@ -146,7 +150,11 @@ INLINE Floats add_weights(Floats sum, uint32_t *weights, int token, Floats a, Fl
     store_bfloat16((uint16_t *)weights + token + LANES, b);
     Words pairs = load_words(weights + token / 2);
 #endif
-    return add_unit(sum, pairs, all_words(0x3f803f80), dtype);
+    uint32_t ones = 0x3f803f80;
+#if defined(NEON_BF16) /* GCC 12 makes a float16 of a constant bfloat16: 1.0 would be 0x3c00 */
+    __asm__("" : "+r"(ones));
+#endif
+    return add_unit(sum, pairs, all_words(ones), dtype);
 }
 
 /* Compute the weights of rows [first_row, end_row) for two chunks from `chunk` on; chunk is even. */

@@ -22,7 +22,7 @@ INLINE Floats larger(Floats x, Floats than) {
     return (Floats)_mm512_max_ps((__m512)x, (__m512)than);
 #elif defined(__AVX2__)
     return (Floats)_mm256_max_ps((__m256)x, (__m256)than);
-#else
+#else /* not NEON's instruction, which returns a NaN of x */
     return choose(x > than, x, than);
 #endif
 }
@@ -50,6 +50,8 @@ INLINE int is_any_set(Words bits) {
     return _mm512_test_epi32_mask((__m512i)bits, (__m512i)bits) != 0;
 #elif defined(__AVX2__)
     return !_mm256_testz_si256((__m256i)bits, (__m256i)bits);
+#elif defined(WITH_NEON)
+    return vmaxvq_u32((uint32x4_t)bits) != 0;
 #else
     uint32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= bits[i];
@@ -204,6 +206,10 @@ INLINE Floats load_bytes(const void *from) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#elif defined(WITH_NEON)
+    uint32_t four;
+    memcpy(&four, from, sizeof four);
+    return (Floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
 #else
     Bytes bytes;
     memcpy(&bytes, from, sizeof bytes);
@@ -216,6 +222,10 @@ INLINE Floats load_signed_bytes(const void *from) {
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#elif defined(WITH_NEON)
+    uint32_t four;
+    memcpy(&four, from, sizeof four);
+    return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
 #else
     SignedBytes bytes;
     memcpy(&bytes, from, sizeof bytes);
@@ -225,8 +235,13 @@ INLINE Floats load_signed_bytes(const void *from) {
 
 /* Store whole numbers from -128 to 127. */
 INLINE void store_signed_bytes(void *to, Floats whole) {
+#if defined(WITH_NEON)
+    const int16x4_t halves = vmovn_s32(vcvtq_s32_f32((float32x4_t)whole));
+    const int8x8_t bytes = vmovn_s16(vcombine_s16(halves, halves));
+#else
     const SignedBytes bytes = __builtin_convertvector(__builtin_convertvector(whole, Signed), SignedBytes);
-    memcpy(to, &bytes, sizeof bytes);
+#endif
+    memcpy(to, &bytes, LANES);
 }
 
 /* Load and store vectors of a row of float32 or bfloat16. */

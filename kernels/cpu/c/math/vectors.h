@@ -14,6 +14,9 @@
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define VECTOR_BYTES 32
+#elif defined(WITH_NEON)
+#include <arm_neon.h>
+#define VECTOR_BYTES 16
 #else
 #define VECTOR_BYTES 16
 #endif
@@ -61,6 +64,8 @@ INLINE Words look_up(const Table table, const Words indices) {
     return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
 #elif defined(__AVX2__)
     return (Words)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+#elif defined(WITH_NEON)
+    return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)indices);
 #else
     uint8_t bytes[16], at[16];
     Words found;
@@ -72,12 +77,14 @@ INLINE Words look_up(const Table table, const Words indices) {
 #endif
 }
 
-/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), else twice. */
+/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA, NEON), else twice. */
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__FMA__)
     return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(WITH_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -101,7 +108,11 @@ INLINE uint16_t bfloat16_of_float(float value) {
 INLINE Floats load_bfloat16(const uint16_t *from) {
     Halves halves;
     memcpy(&halves, from, sizeof halves);
+#if defined(WITH_NEON)
+    return (Floats)vshll_n_u16((uint16x4_t)halves, 16);
+#else
     return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 /* Return the bfloat16 bits in the lower half of each word. */
@@ -114,9 +125,23 @@ INLINE Words bfloat16_words(Floats values) {
 }
 
 INLINE void store_bfloat16(uint16_t *to, Floats values) {
+#if defined(NEON_BF16)
+    const bfloat16x4_t rounded = vcvt_bf16_f32((float32x4_t)values);
+    memcpy(to, &rounded, sizeof rounded);
+    return;
+#endif
     Halves halves = __builtin_convertvector(bfloat16_words(values), Halves);
     memcpy(to, &halves, sizeof halves);
 }
+
+#if defined(NEON_BF16)
+/* Add the products of the pairs of a and b to sum, the even number first. Each of these instructions rounds a product
+ * and a sum together; BFDOT and BFMMLA round to odd, several times. */
+INLINE Floats add_pairs(Floats sum, Words a, Words b) {
+    sum = (Floats)vbfmlalbq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+    return (Floats)vbfmlaltq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+#endif
 
 /* Round to bfloat16 and back: load_bfloat16() of store_bfloat16(). */
 INLINE Floats rounded_to_bfloat16(Floats values) { return (Floats)(bfloat16_words(values) << 16); }

@@ -76,6 +76,24 @@ INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], char lo
     _mm512_storeu_si512(codes, code_of);
     return found == ~(__mmask64)0;
 }
+#elif defined(WITH_NEON)
+INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], char lower[64], char codes[64]) {
+    uint8x16_t all_found = vdupq_n_u8(255);
+    for (int part = 0; part < 4; part++) {
+        const uint16x8_t a = vld1q_u16(weights + part * 8), b = vld1q_u16(weights + 32 + part * 8);
+        const uint8x16_t values = vcombine_u8(vshrn_n_u16(a, 8), vshrn_n_u16(b, 8));
+        uint8x16_t code_of = vdupq_n_u8(0), found = code_of;
+        for (int code = 0; code < 16; code++) {
+            const uint8x16_t here = vceqq_u8(values, vdupq_n_u8(upper[code]));
+            code_of = vorrq_u8(code_of, vandq_u8(here, vdupq_n_u8((uint8_t)code)));
+            found = vorrq_u8(found, here);
+        }
+        all_found = vandq_u8(all_found, found);
+        vst1q_u8((uint8_t *)lower + part * 16, vcombine_u8(vmovn_u16(a), vmovn_u16(b)));
+        vst1q_u8((uint8_t *)codes + part * 16, code_of);
+    }
+    return vminvq_u8(all_found) == 255;
+}
 #else
 INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], char lower[64], char codes[64]) {
     const __m256i low_half = _mm256_set1_epi16(0x00ff);

@@ -19,7 +19,7 @@
 enum { PAIR_BYTES = 192, NO_PAIR = -1 };
 
 /* Whether the instruction set unpacks compact weights fast: it looks up 16 bytes in a register. */
-#if defined(__AVX512BW__) || defined(__AVX2__)
+#if defined(__AVX512BW__) || defined(__AVX2__) || defined(WITH_NEON)
 #define HAS_COMPACT 1
 #else
 #define HAS_COMPACT 0

@@ -63,9 +63,11 @@ DEFINE_KINDS(4)
 DEFINE_KINDS(5)
 DEFINE_KINDS(6)
 #endif
-#if MAX_ROWS == 14
+#if MAX_ROWS >= 8
 DEFINE_KINDS(7)
 DEFINE_KINDS(8)
+#endif
+#if MAX_ROWS == 14
 DEFINE_KINDS(9)
 DEFINE_KINDS(10)
 DEFINE_KINDS(11)
@@ -76,6 +78,9 @@ static const Block BLOCKS[MAX_ROWS][3] = {
     KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),  KINDS_OF(4),  KINDS_OF(5),  KINDS_OF(6),  KINDS_OF(7),
     KINDS_OF(8), KINDS_OF(9), KINDS_OF(10), KINDS_OF(11), KINDS_OF(12), KINDS_OF(13), KINDS_OF(14),
 };
+#elif MAX_ROWS == 8
+static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4),
+                                          KINDS_OF(5), KINDS_OF(6), KINDS_OF(7), KINDS_OF(8)};
 #elif MAX_ROWS == 6
 static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),
                                           KINDS_OF(4), KINDS_OF(5), KINDS_OF(6)};

@@ -19,6 +19,9 @@ enum { NARROW = 2 };
 #elif VECTOR_BYTES == 32
 #define MAX_ROWS 6
 #define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : NARROW)
+#elif defined(WITH_NEON) /* 32 registers; each row of x has one */
+#define MAX_ROWS 8
+#define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : (rows) <= 4 ? 4 : NARROW)
 #else
 #define MAX_ROWS 4
 #define VECTORS_OF(rows) ((rows) == 1 ? PANEL_VECTORS : (rows) == 2 ? 4 : NARROW)
@@ -28,6 +31,8 @@ INLINE Floats add_step(Floats sum, Words x, Words w, int dtype) {
     if (dtype == FLOAT32) return multiply_add((Floats)x, (Floats)w, sum);
 #if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)x, (__m512bh)(__m512i)w);
+#elif defined(NEON_BF16)
+    return add_pairs(sum, w, x);
 #else
     sum = multiply_add((Floats)(x << 16), (Floats)(w << 16), sum);
     return multiply_add((Floats)(x & 0xffff0000), (Floats)(w & 0xffff0000), sum);
@@ -135,13 +140,63 @@ INLINE void block_step(Floats sums[MAX_ROWS][PANEL_VECTORS], const Work *work, R
     multiply_step(sums, x, weights, step_bytes, rows, vectors, dtype);
 }
 
+#if defined(WITH_NEON)
+/* Add the products of a step of w with lane `lane` of x, which has four steps of a row. */
+INLINE Floats add_lane(Floats sum, const Words x, const Words w, const int lane, const int dtype) {
+    if (dtype == FLOAT32) return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)w, (float32x4_t)x, lane);
+#if defined(NEON_BF16)
+    /* For vbfmlalbq_laneq_f32() GCC 12 may take a register of x that the instruction does not have. */
+    __asm__("bfmlalb %0.4s, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(w), "x"(x), "i"(2 * lane));
+    __asm__("bfmlalt %0.4s, %1.8h, %2.h[%3]" : "+w"(sum) : "w"(w), "x"(x), "i"(2 * lane + 1));
+    return sum;
+#else
+    const Words odd = all_words(0xffff0000);
+    sum = (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)(w << 16), (float32x4_t)(x << 16), lane);
+    return (Floats)vfmaq_laneq_f32((float32x4_t)sum, (float32x4_t)(w & odd), (float32x4_t)(x & odd), lane);
+#endif
+}
+
+INLINE void multiply_lane(Floats sums[MAX_ROWS][PANEL_VECTORS], Work *work, const Words *x, const int lane,
+                          const int rows, const int vectors, const int dtype, const int is_slice) {
+    Words weights[PANEL_VECTORS];
+    if (is_slice)
+        __builtin_prefetch(work->ahead);
+    else
+        ask_for(work, vectors * VECTOR_BYTES);
+    work->ahead += work->ahead_step;
+#pragma GCC unroll 8
+    for (int v = 0; v < vectors; v++) weights[v] = load_words(work->w + lane * STEP_BYTES + v * VECTOR_BYTES);
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sums[row][v] = add_lane(sums[row][v], x[row], weights[v], lane, dtype);
+}
+
+/* Add the products of four steps to the sums of all rows: a load of x has four steps, and products take one lane. */
+INLINE void multiply_steps(Floats sums[MAX_ROWS][PANEL_VECTORS], Work *work, Rows *x, const int rows,
+                           const int vectors, const int dtype, const int is_slice) {
+    Words steps[MAX_ROWS];
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) steps[row] = load_words(address_of(x, row));
+    multiply_lane(sums, work, steps, 0, rows, vectors, dtype, is_slice);
+    multiply_lane(sums, work, steps, 1, rows, vectors, dtype, is_slice);
+    multiply_lane(sums, work, steps, 2, rows, vectors, dtype, is_slice);
+    multiply_lane(sums, work, steps, 3, rows, vectors, dtype, is_slice);
+    x->x += VECTOR_BYTES, x->seventh += VECTOR_BYTES, work->w += LANES * STEP_BYTES;
+}
+#endif
+
 /* Multiply the rows of x with `vectors` vectors of columns. */
 INLINE void block(Work work, const int rows, const int vectors, const int dtype) {
     Floats sums[MAX_ROWS][PANEL_VECTORS];
     Rows x = rows_of(&work);
     clear(sums, rows, vectors);
     const int64_t whole_steps = dtype == FLOAT32 ? work.depth : work.depth / 2;
-    for (int64_t step = 0; step < whole_steps; step++) {
+    int64_t step = 0;
+#if defined(WITH_NEON)
+    for (; step + LANES <= whole_steps; step += LANES) multiply_steps(sums, &work, &x, rows, vectors, dtype, 0);
+#endif
+    for (; step < whole_steps; step++) {
         block_step(sums, &work, &x, 4, rows, vectors, dtype);
         work.w += STEP_BYTES, work.ahead += work.ahead_step;
     }
@@ -158,7 +213,11 @@ INLINE void block_of_slice(Work work, const int rows, const int vectors, const i
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) sums[row][v] = load_floats(work.out + row * PANEL_COLUMNS + v * LANES);
-    for (int64_t step = dtype == FLOAT32 ? work.depth : work.depth / 2; step > 0; step--, work.w += STEP_BYTES) {
+    int64_t step = dtype == FLOAT32 ? work.depth : work.depth / 2;
+#if defined(WITH_NEON)
+    for (; step >= LANES; step -= LANES) multiply_steps(sums, &work, &x, rows, vectors, dtype, 1);
+#endif
+    for (; step > 0; step--, work.w += STEP_BYTES) {
         Words weights[PANEL_VECTORS];
         __builtin_prefetch(work.ahead);
         work.ahead += work.ahead_step;
@@ -183,6 +242,13 @@ INLINE void unpack_part(Words weights[PANEL_VECTORS], const char *pair, int64_t 
     const __m512i lower = _mm512_loadu_si512(pair + offset);
     weights[part] = (Words)_mm512_unpacklo_epi8(lower, upper);
     weights[UNPACKS + part] = (Words)_mm512_unpackhi_epi8(lower, upper);
+#elif defined(WITH_NEON)
+    const uint8x16_t both = vld1q_u8((const uint8_t *)pair + 128 + part * VECTOR_BYTES);
+    const uint8x16_t codes = offset ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+    const uint8x16_t upper = (uint8x16_t)look_up(table, (Words)codes);
+    const uint8x16_t lower = vld1q_u8((const uint8_t *)pair + offset + part * VECTOR_BYTES);
+    weights[part] = (Words)vzip1q_u8(lower, upper);
+    weights[UNPACKS + part] = (Words)vzip2q_u8(lower, upper);
 #else
     __m256i codes = _mm256_loadu_si256((const __m256i *)(pair + 128) + part);
     if (offset) codes = _mm256_srli_epi16(codes, 4);
@@ -195,7 +261,7 @@ INLINE void unpack_part(Words weights[PANEL_VECTORS], const char *pair, int64_t 
 
 /* Unpack one step of a pair. */
 INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, Table table) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int part = 0; part < UNPACKS; part++) unpack_part(weights, pair, offset, table, part);
 }
 
@@ -236,7 +302,7 @@ INLINE void compact_block(Work work, const int rows) {
             } else if (UNPACKS == 1) {
                 unpack_step(weights, work.w, offset, table);
             } else { /* products between the lookups; with one lookup, a second copy of them would spill the sums */
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                 for (int part = 0; part < UNPACKS; part++) {
                     unpack_part(weights, work.w, offset, table, part);
                     multiply_vectors(sums, &x, weights, 4, rows, part, UNPACKS, PANEL_VECTORS, BFLOAT16);

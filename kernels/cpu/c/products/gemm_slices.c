@@ -21,9 +21,11 @@ DEFINE_SLICE(4)
 DEFINE_SLICE(5)
 DEFINE_SLICE(6)
 #endif
-#if MAX_ROWS == 14
+#if MAX_ROWS >= 8
 DEFINE_SLICE(7)
 DEFINE_SLICE(8)
+#endif
+#if MAX_ROWS == 14
 DEFINE_SLICE(9)
 DEFINE_SLICE(10)
 DEFINE_SLICE(11)
@@ -34,6 +36,9 @@ static void (*const SLICES[MAX_ROWS])(const Work *work) = {
     slice_1, slice_2, slice_3,  slice_4,  slice_5,  slice_6,  slice_7,
     slice_8, slice_9, slice_10, slice_11, slice_12, slice_13, slice_14,
 };
+#elif MAX_ROWS == 8
+static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, slice_3, slice_4,
+                                                           slice_5, slice_6, slice_7, slice_8};
 #elif MAX_ROWS == 6
 static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, slice_3, slice_4, slice_5, slice_6};
 #else

@@ -9,7 +9,7 @@
 enum { INT8_PREFETCH_BYTES = 2048 };
 
 /* Vectors of columns at once. */
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(WITH_NEON)
 enum { INT8_VECTORS = 2 };
 #else
 enum { INT8_VECTORS = 1 };
@@ -17,6 +17,17 @@ enum { INT8_VECTORS = 1 };
 
 /* Whether a type's codes need eight bits, else at most seven. */
 INLINE int is_wide(const int type) { return type != WHOLE_PANEL && BLOCK_TYPES[type].zero_bits == 7; }
+
+/* Whether codes of eight bits have a sign: their zero is taken off before they are multiplied. NEON has no product of
+ * bytes with a sign and bytes without one. */
+#if defined(WITH_NEON)
+enum { HAS_SIGNED_CODES = 1 };
+#else
+enum { HAS_SIGNED_CODES = 0 };
+#endif
+
+/* Return what changes codes of eight bits without a sign to those that products take. */
+INLINE uint32_t sign_bits(const int type) { return HAS_SIGNED_CODES && is_wide(type) ? 0x80808080 : 0; }
 
 /* Return bits `plane` of each code of step s, from bit `to` on. */
 INLINE Words plane_of_step(const char *at, const int s, const int plane, const int to, const int planes) {
@@ -26,21 +37,21 @@ INLINE Words plane_of_step(const char *at, const int s, const int plane, const i
     return moved(row, s % steps * bits, to) & (mask << to);
 }
 
-/* Return four codes of each column without a sign, as bytes: step `s` of a group. */
+/* Return four codes of each column as bytes: step `s` of a group. They have no sign, but see HAS_SIGNED_CODES. */
 INLINE Words codes_of_step(const char *codes, const int v, const int s, const Table levels, const int type) {
     const char *at = codes + v * VECTOR_BYTES;
     const int planes = planes_of(type), above = planes & FOURS ? 4 : 0;
-    if (planes == BYTES) return load_words(at + s * ROW_BYTES) ^ 0x80808080;
+    if (planes == BYTES) return load_words(at + s * ROW_BYTES) ^ (0x80808080 ^ sign_bits(type));
     Words found = {0};
     if (planes & FOURS) found = plane_of_step(at, s, FOURS, 0, planes);
-    if (has_levels(type)) return look_up(levels, found);
+    if (has_levels(type)) return look_up(levels, found) ^ sign_bits(type);
     if (planes & TWOS) found |= plane_of_step(at, s, TWOS, above, planes);
     if (planes & ONES) found |= plane_of_step(at, s, ONES, above + (planes & TWOS ? 2 : 0), planes);
     return found;
 }
 
-/* Add the products of four neighbours to each lane: codes without a sign times those of x with one. wide: codes have
- * eight bits, else at most seven, so that two products fit 16 bits. */
+/* Add the products of four neighbours to each lane: codes of codes_of_step() times those of x, which have a sign. wide:
+ * codes have eight bits, else at most seven, so that two products fit 16 bits. */
 INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, const int wide) {
 #if defined(__AVX512VNNI__)
     (void)wide;
@@ -60,6 +71,11 @@ INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, con
     const __m256i low = _mm256_maddubs_epi16((__m256i)(codes & 0x0f0f0f0f), all);
     const __m256i high = _mm256_maddubs_epi16((__m256i)(codes >> 4 & 0x0f0f0f0f), all);
     return sums + (Signed)_mm256_madd_epi16(low, ones) + (Signed)_mm256_madd_epi16(high, _mm256_set1_epi16(16));
+#elif defined(WITH_NEON)
+    (void)wide; /* 2 * 128 * 127 fits 16 bits */
+    const int8x16_t left = (int8x16_t)codes, right = (int8x16_t)all_words(x);
+    const int16x8_t low = vmull_s8(vget_low_s8(left), vget_low_s8(right)), high = vmull_high_s8(left, right);
+    return (Signed)vpadalq_s16((int32x4_t)sums, vpaddq_s16(low, high));
 #else
     typedef int16_t Shorts __attribute__((vector_size(VECTOR_BYTES)));
     (void)wide; /* 255 * 127 fits 16 bits */
@@ -111,6 +127,29 @@ INLINE int32_t sum_of_x(const Int8Block *x, const int half, const int type) {
     return half ? x->sum_of_codes - x->sum_of_first : x->sum_of_first;
 }
 
+/* Return step s of a group, of INT8_VECTORS vectors. */
+INLINE void load_step_of_codes(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
+                               const int is_unpacked) {
+#pragma GCC unroll 2
+    for (int i = 0; i < INT8_VECTORS; i++)
+        codes[i] = is_unpacked ? load_words(parts->codes + s * ROW_BYTES + i * VECTOR_BYTES)
+                               : codes_of_step(parts->codes, i, s, parts->levels, type);
+}
+
+#if defined(NEON_DOT)
+/* Add the products of step s. Lane `lane` of x has each row's codes. */
+INLINE void sum_lane(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Words x[INT8_ROWS],
+                     const int s, const int lane, const int rows, const int type, const int is_unpacked) {
+    Words codes[INT8_VECTORS];
+    load_step_of_codes(codes, parts, s, type, is_unpacked);
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++)
+            sums[row][i] = (Signed)vdotq_laneq_s32((int32x4_t)sums[row][i], (int8x16_t)codes[i], (int8x16_t)x[row], lane);
+}
+#endif
+
 /* Sum the products of one half of a group, or of all of it. */
 INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Int8Work *work,
                       const int64_t block, const int half, const int rows, const int type, const int is_unpacked) {
@@ -120,18 +159,29 @@ INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *pa
     for (int row = 0; row < rows; row++) {
         const Int8Block *x = work->x + row * work->x_stride + block;
         const int32_t sum = sum_of_x(x, half, type);
-        const Signed zeros = has_minimum(type) ? (Signed){0} : -((Signed)all_words((uint32_t)sum) << zero_bits);
+        const int is_free = has_minimum(type) || (HAS_SIGNED_CODES && is_wide(type)); /* of a zero */
+        const Signed zeros = is_free ? (Signed){0} : -((Signed)all_words((uint32_t)sum) << zero_bits);
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++) sums[row][i] = zeros;
     }
+#if defined(NEON_DOT)
+#pragma GCC unroll 2
+    for (int s = half * count; s < (half + 1) * count; s += 4) {
+        Words x[INT8_ROWS];
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) x[row] = load_words(work->x[row * work->x_stride + block].codes + s * 4);
+        sum_lane(sums, parts, x, s, 0, rows, type, is_unpacked);
+        sum_lane(sums, parts, x, s + 1, 1, rows, type, is_unpacked);
+        sum_lane(sums, parts, x, s + 2, 2, rows, type, is_unpacked);
+        sum_lane(sums, parts, x, s + 3, 3, rows, type, is_unpacked);
+    }
+    return;
+#endif
 #pragma GCC unroll 8
     for (int step = 0; step < count; step++) {
         const int s = half * count + step;
         Words codes[INT8_VECTORS];
-#pragma GCC unroll 2
-        for (int i = 0; i < INT8_VECTORS; i++)
-            codes[i] = is_unpacked ? load_words(parts->codes + s * ROW_BYTES + i * VECTOR_BYTES)
-                                   : codes_of_step(parts->codes, i, s, parts->levels, type);
+        load_step_of_codes(codes, parts, s, type, is_unpacked);
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++) {
             uint32_t x;

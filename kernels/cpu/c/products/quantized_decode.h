@@ -20,6 +20,8 @@ INLINE Floats load_float16(const char *from) {
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__AVX2__) && defined(__F16C__)
     return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+#elif defined(WITH_NEON)
+    return (Floats)vcvt_f32_f16((float16x4_t)vld1_u16((const uint16_t *)from));
 #else
     uint16_t bits[LANES];
     Floats values = {0};
@@ -72,6 +74,11 @@ INLINE Floats load_e4m3(const char *from) {
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i bytes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
     return (Floats)_mm256_cvtph_ps(_mm_slli_epi16(bytes, 7)) * 128.0f;
+#elif defined(WITH_NEON)
+    uint32_t four;
+    memcpy(&four, from, sizeof four);
+    const uint16x4_t bits = vget_low_u16(vshll_n_u8(vcreate_u8(four), 7));
+    return (Floats)vcvt_f32_f16((float16x4_t)bits) * 128.0f;
 #else
     Floats values = {0};
     for (int i = 0; i < LANES; i++) values[i] = float_of_float16((uint16_t)((uint8_t)from[i] << 7));

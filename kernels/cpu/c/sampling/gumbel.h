@@ -27,6 +27,8 @@ INLINE Pairs products(Pairs a, Pairs b) {
     return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return (Pairs)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(WITH_NEON)
+    return (Pairs)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
 #else
     return (a & 0xffffffff) * b;
 #endif
@@ -100,6 +102,8 @@ INLINE Shorts smaller_halves(Words a, Words b) {
     return (Shorts)_mm512_min_epu16((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return (Shorts)_mm256_min_epu16((__m256i)a, (__m256i)b);
+#elif defined(WITH_NEON)
+    return (Shorts)vminq_u16((uint16x8_t)a, (uint16x8_t)b);
 #else
     const Shorts x = (Shorts)a, y = (Shorts)b, is_less = (Shorts)(x < y);
     return (x & is_less) | (y & ~is_less);

@@ -1,0 +1,59 @@
+"""Prints what the demo model says, as JSON: 32 greedy tokens and the last one's log probabilities, by dtype and way.
+
+usage: python -m tests.arm.demo VARIANT
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from engine_core import LLM, SamplingParams
+
+PROMPT = "The three laws of robotics are"
+DTYPES = ("float32", "bfloat16")
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=32, min_tokens=32, logprobs=2)
+_START_S = 300
+
+
+def said(llm: LLM) -> dict[str, Any]:
+    """Return the tokens, and the numbers that show every bit of their log probabilities."""
+    output = llm.generate(PROMPT, _PARAMS)[0].outputs[0]
+    assert output.logprobs is not None
+    chosen = [places[token].logprob for token, places in zip(output.token_ids, output.logprobs, strict=True)]
+    return {"tokens": list(output.token_ids), "logprobs": [value.hex() for value in chosen]}
+
+
+def over_the_socket(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a client of a served engine gets."""
+    with tempfile.TemporaryDirectory(prefix="ec-") as folder:
+        address = f"ipc://{folder}/engine"
+        flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        command = [sys.executable, "-m", "engine_core", "serve", address, *flags]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
+            try:
+                end = time.monotonic() + _START_S
+                while not Path(folder, "engine").exists() and server.poll() is None and time.monotonic() < end:
+                    time.sleep(0.1)
+                with LLM(connect=address, connect_timeout=float(_START_S)) as llm:
+                    return said(llm)
+            finally:
+                server.terminate()
+
+
+def main(variant: str) -> None:
+    """Print the JSON."""
+    found = {}
+    for dtype in DTYPES:
+        options = {"cpu_kernels": variant, "dtype": dtype, "threads": 1, "max_model_len": 128}
+        with LLM(start_timeout=float(_START_S), **options) as llm:
+            found[f"{dtype} embedded"] = said(llm)
+        found[f"{dtype} socket"] = over_the_socket(options)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
