@@ -112,4 +112,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .pythons .ray .arm build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
+	rm -rf $(VENV) .clients .programs .pythons .ray .arm .gpu build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
