@@ -52,6 +52,8 @@ def read_create(body: bytes) -> tuple[str, dict[str, Any]]:
     if given.template:
         if _GO.search(given.template):
             raise HttpError(400, "a template here is in Jinja's language, not in Go's", param="template")
+        if "{" not in given.template:  # the engine's option would take it for the path of a file
+            raise HttpError(400, "template must be the text of a template, which contains a brace", param="template")
         options["chat_template"] = given.template
     if given.adapters:
         if len(given.adapters) > 1:

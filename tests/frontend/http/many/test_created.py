@@ -51,6 +51,7 @@ LICENSE free
     [
         ({}, "say what the model is made from"),
         ({"from": "a", "template": "{{ .Prompt }}"}, "Jinja's language"),
+        ({"from": "a", "template": "/etc/hostname"}, "must be the text of a template"),
         ({"from": "a", "parameters": {"stop": "x"}}, "no default of the parameter 'stop'"),
         ({"from": "a", "parameters": {"top_k": "many"}}, "top_k is a number"),
         ({"from": "a", "quantize": "q4"}, "quantize is not supported"),
