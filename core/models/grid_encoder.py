@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.models.config import EncoderParts, ModelConfig
 from core.models.grid_parts import GridActivation, GridParts
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import Weight
 from core.models.parts.weight_parts import WeightParts
 from core.models.pixel_values import pixel_values
+from core.models.vision_encoder import sizes_of
 from ipc.errors import InvalidRequestError
 from ipc.tables.arrays import Floats, Ints, UInt8s
 from kernels.cpu.attention_plan import AttentionPlan, AttentionPlanner
@@ -73,7 +73,9 @@ class GridEncoder:
         self.image_size, self.num_rows = parts.unit, parts.max_rows
         self.width = hidden_size * (1 + len(parts.deep_layers))
         files = WeightParts(weights)
-        self._operations = operations = CpuOperations(_config(parts), dtype, library)
+        tokens = parts.max_rows * parts.merge_size**2
+        sizes = sizes_of(parts, eps=parts.norm_eps, num_tokens=tokens, num_positions=1, rope_theta=parts.rope_theta)
+        self._operations = operations = CpuOperations(sizes, dtype, library)
         patches = files.take_matrix("patches.weight")
         bias = files.take("patches.bias") if parts.patch_bias else None
         self._patches = operations.linear(patches, bias, out_dtype=FLOAT32)
@@ -294,26 +296,3 @@ def stretched(table: Floats, side: int, places: Ints, size: tuple[int, int]) -> 
             share = shares[0][:, row] * shares[1][:, column]
             total += table[taps[0][:, row] * side + taps[1][:, column]] * share[:, None]
     return total
-
-
-def _config(parts: GridParts) -> ModelConfig:
-    """Return the sizes that operations need of a model."""
-    return ModelConfig(
-        architecture="vision",
-        vocab_size=1,
-        hidden_size=parts.hidden_size,
-        intermediate_size=parts.intermediate_size,
-        num_hidden_layers=parts.num_hidden_layers,
-        num_attention_heads=parts.num_attention_heads,
-        num_key_value_heads=parts.num_attention_heads,
-        head_dim=parts.hidden_size // parts.num_attention_heads,
-        rms_norm_eps=parts.norm_eps,
-        rope_theta=parts.rope_theta,
-        max_position_embeddings=parts.max_rows * parts.merge_size**2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_ids=(),
-        dtype="float32",
-        has_head=False,
-        encoder=EncoderParts(num_positions=1, norms_follow=False),
-    )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from core.models.config import EncoderParts, ModelConfig
+from core.models.grid_parts import GridParts
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
@@ -46,7 +47,9 @@ class VisionEncoder:
         self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
         self.width = hidden_size
         files = WeightParts(weights)
-        self._operations = operations = CpuOperations(_config(parts), dtype, library)
+        num_patches = parts.patches_per_side**2
+        sizes = sizes_of(parts, eps=parts.layer_norm_eps, num_tokens=num_patches, num_positions=num_patches)
+        self._operations = operations = CpuOperations(sizes, dtype, library)
         patches = files.take_matrix("patches.weight")
         self._patches = operations.linear(patches, files.take("patches.bias"), out_dtype=FLOAT32)
         table = to_floats(files.take_matrix("positions.weight").dense(dtype))
@@ -181,8 +184,13 @@ def _means(hidden: Floats, side: int, factor: int) -> Floats:
     return total.reshape(few * few, width)
 
 
-def _config(parts: VisionParts) -> ModelConfig:
-    """Return the sizes that operations need of a model."""
+def sizes_of(
+    parts: VisionParts | GridParts, *, eps: float, num_tokens: int, num_positions: int, rope_theta: float = 10_000.0
+) -> ModelConfig:
+    """Return the sizes that operations need of an encoder, as those of a model.
+
+    num_tokens: of the largest image. num_positions: of the table of positions; 1 = there is none.
+    """
     return ModelConfig(
         architecture="vision",
         vocab_size=1,
@@ -192,13 +200,13 @@ def _config(parts: VisionParts) -> ModelConfig:
         num_attention_heads=parts.num_attention_heads,
         num_key_value_heads=parts.num_attention_heads,
         head_dim=parts.hidden_size // parts.num_attention_heads,
-        rms_norm_eps=parts.layer_norm_eps,
-        rope_theta=10_000.0,
-        max_position_embeddings=parts.patches_per_side**2,
+        rms_norm_eps=eps,
+        rope_theta=rope_theta,
+        max_position_embeddings=num_tokens,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_ids=(),
         dtype="float32",
         has_head=False,
-        encoder=EncoderParts(num_positions=parts.patches_per_side**2, norms_follow=False),
+        encoder=EncoderParts(num_positions=num_positions, norms_follow=False),
     )

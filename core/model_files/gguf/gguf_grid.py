@@ -102,8 +102,8 @@ def _read(path: Path, row: GridArchitecture) -> GridParts:
         else 0,
         full_layers=tuple(range(every - 1, layers, every)) if row.windows else (),
         deep_layers=tuple(np.flatnonzero(flags).tolist()) if flags else (),
-        image_mean=_colours(values, "image_mean"),
-        image_std=_colours(values, "image_std"),
+        image_mean=values.colours("image_mean"),
+        image_std=values.colours("image_std"),
         rescale_factor=1 / 255,
     )
 
@@ -168,11 +168,3 @@ def _file_name(name: str, parts: GridParts, *, is_swapped: bool) -> str:
         _, index, part = stem.split(".")
         return f"v.deepstack.{parts.deep_layers[int(index)]}.{names[part] if part != 'norm' else part}.{kind}"
     return f"{names[stem]}.{kind}"
-
-
-def _colours(values: Values, name: str) -> tuple[float, float, float]:
-    value = values.get(name)
-    is_three = isinstance(value, list) and len(value) == 3
-    if not is_three or any(type(one) is not float or not 0 < one < 1e6 for one in value):
-        values.fail(name, f"must be three positive numbers, got {value!r:.80}")
-    return (value[0], value[1], value[2])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from core.model_files.settings.values import Values
+from core.model_files.settings.values import GREY, Values
 from core.model_files.tensors.weights import load_tensors
 from core.models.architectures.vision_architectures import GGUF_VISION
 from core.models.operations.stored_matrix import Weight
@@ -68,8 +68,8 @@ def read_gguf_vision(path: Path) -> VisionParts:
         join=row.join,
         finds_positions=row.finds_positions,
         sees_whole=row.sees_whole,
-        image_mean=_colours(values, "image_mean"),
-        image_std=_colours(values, "image_std"),
+        image_mean=values.colours("image_mean", GREY),
+        image_std=values.colours("image_std", GREY),
         rescale_factor=1 / 255,
     )
 
@@ -101,13 +101,3 @@ def _file_name(name: str, parts: VisionParts, *, is_swapped: bool) -> str:
         _, layer, part = stem.split(".")
         return f"v.blk.{layer}.{names[part]}.{kind}"
     return f"{names[stem]}.{kind}"
-
-
-def _colours(values: Values, name: str) -> tuple[float, float, float]:
-    value = values.get(name)
-    if value is None:
-        return (0.5, 0.5, 0.5)
-    is_three = isinstance(value, list) and len(value) == 3
-    if not is_three or any(type(one) is not float or not 0 < one < 1e6 for one in value):
-        values.fail(name, f"must be three positive numbers, got {value!r:.80}")
-    return (value[0], value[1], value[2])

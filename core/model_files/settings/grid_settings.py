@@ -67,8 +67,8 @@ def read_grid(vision: Values, processor: Values, row: GridArchitecture, text: Mo
         window=_window(vision, unit) if row.windows else 0,
         full_layers=_layers(vision, "fullatt_block_indexes", layers) if row.windows else (),
         deep_layers=_layers(vision, "deepstack_visual_indexes", layers) if row.deep else (),
-        image_mean=_colours(processor, "image_mean", _MEAN),
-        image_std=_colours(processor, "image_std", _STD),
+        image_mean=processor.colours("image_mean", _MEAN),
+        image_std=processor.colours("image_std", _STD),
         rescale_factor=processor.number("rescale_factor", 1e-6, 1.0, 1 / 255),
     )
 
@@ -131,13 +131,3 @@ def _layers(vision: Values, name: str, count: int) -> tuple[int, ...]:
     if not is_list or layers != sorted(set(layers)):
         vision.fail(name, f"must be indices of the {count} layers, ascending; got {layers!r:.80}")
     return tuple(layers)
-
-
-def _colours(processor: Values, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
-    value = processor.get(name)
-    if value is None:
-        return default
-    is_three = isinstance(value, list) and len(value) == 3
-    if not is_three or any(type(one) not in (int, float) or not 1e-6 < one < 1e6 for one in value):
-        processor.fail(name, f"must be three positive numbers, got {value!r:.80}")
-    return (float(value[0]), float(value[1]), float(value[2]))

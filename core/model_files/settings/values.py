@@ -88,6 +88,9 @@ _RANGES: dict[str, tuple[int, int]] = {
     "num_position_embeddings": (1, 2**20),
 }
 
+#: Mean and deviation of colours in files that name none.
+GREY = (0.5, 0.5, 0.5)
+
 
 class Values:
     """The settings of one file, or of one group in it, by name."""
@@ -112,6 +115,16 @@ class Values:
     def get(self, name: str) -> Any:
         """Return the unchecked value, or None if it is missing."""
         return self.values.get(self.key(name))
+
+    def colours(self, name: str, default: tuple[float, float, float] | None = None) -> tuple[float, float, float]:
+        """Return positive numbers for red, green and blue. Errors: ModelFileError for others, or without a default."""
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        is_three = isinstance(value, list) and len(value) == 3
+        if not is_three or any(type(one) not in (int, float) or not 1e-6 < one < 1e6 for one in value):
+            self.fail(name, f"must be three positive numbers, got {value!r:.80}")
+        return (float(value[0]), float(value[1]), float(value[2]))
 
     def fail(self, name: str, what: str) -> NoReturn:
         """Raise ModelFileError for this key. what: the rest of the error text."""

@@ -4,7 +4,7 @@ import math
 from typing import Any, get_args
 
 from core.model_files.settings.text_part import SHARED
-from core.model_files.settings.values import Values
+from core.model_files.settings.values import GREY, Values
 from core.models.architectures.vision_architectures import VISION_ARCHITECTURES, VisionArchitecture
 from core.models.vision_parts import VisionActivation, VisionParts
 from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
@@ -93,8 +93,8 @@ def read_vision(values: Values, processor: Values, row: VisionArchitecture) -> V
         join=row.join,
         finds_positions=row.finds_positions,
         sees_whole=row.sees_whole,
-        image_mean=_colours(processor, "image_mean"),
-        image_std=_colours(processor, "image_std"),
+        image_mean=processor.colours("image_mean", GREY),
+        image_std=processor.colours("image_std", GREY),
         rescale_factor=processor.number("rescale_factor", 1e-6, 1.0, 1 / 255),
     )
 
@@ -107,13 +107,3 @@ def _factor(values: Values, side: int) -> int:
         expected = f"must be a square number whose root divides the {side} patches of an image's side"
         values.fail("mm_tokens_per_image", f"{expected}, got {count}")
     return side // tokens_per_side
-
-
-def _colours(processor: Values, name: str) -> tuple[float, float, float]:
-    value = processor.get(name)
-    if value is None:
-        return (0.5, 0.5, 0.5)
-    is_three = isinstance(value, list) and len(value) == 3
-    if not is_three or any(type(one) not in (int, float) or not 1e-6 < one < 1e6 for one in value):
-        processor.fail(name, f"must be three positive numbers, got {value!r:.80}")
-    return (float(value[0]), float(value[1]), float(value[2]))
