@@ -162,7 +162,7 @@ def test_host_and_port_beside_the_address(capsys: pytest.CaptureFixture[str]) ->
     assert "give --http or those two" in refused(capsys, "serve", "--http", "127.0.0.1:8000", "--port", "8001")
 
 
-@pytest.mark.parametrize("word", ["ps", "llama-server"])
+@pytest.mark.parametrize("word", ["llama-server"])
 def test_a_command_of_another_engine_gets_its_hint(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert OTHER_COMMANDS[word] in refused(capsys, word)
 

@@ -42,6 +42,7 @@ def test_nothing_is_left_open() -> None:
         "mmproj",
         "chat_template",
         "master_addr",
+        "image_max_pixels",
         "classifier_from_token",
         "kv_dir",
         "kv_listen",

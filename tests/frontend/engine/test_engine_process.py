@@ -321,6 +321,7 @@ def test_environment_of_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv(EXEC, "1")  # the system shows the environment of a program's start
     engine = EngineProcess(EngineConfig(executor="fake", threads=3))
     with engine:
         entries = Path(f"/proc/{engine.pid}/environ").read_bytes().decode().split("\0")

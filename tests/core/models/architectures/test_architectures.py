@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from ipc.errors import UnsupportedModelError
 from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
 from tests.core.models.gguf_checkpoints import write_model
+from tests.numbers import dense_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -113,12 +113,12 @@ def test_internlm2_is_a_llama_whose_rows_of_q_k_and_v_are_fused(tmp_path: Path) 
 def test_old_files_of_gpt2_have_no_prefix_and_causal_masks(tmp_path: Path) -> None:
     golden("gpt2").model.save_pretrained(tmp_path)
     config, path = read_model_config(tmp_path), tmp_path / "model.safetensors"
-    expected = dict(load_weights(tmp_path, config, FLOAT32))
+    expected = {name: dense_tensor(weight) for name, weight in load_weights(tmp_path, config, FLOAT32)}
     old = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
     save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 8, 8), "h.0.attn.masked_bias": torch.zeros(1)}, path)
-    found = dict(load_weights(tmp_path, config, FLOAT32))
+    found = {name: dense_tensor(weight) for name, weight in load_weights(tmp_path, config, FLOAT32)}
     assert found.keys() == expected.keys()
-    assert all(np.array_equal(found[name], expected[name]) for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 #: Case -> a field of its config and a wrong value: each must be seen, else the comparison above proves nothing of it.
