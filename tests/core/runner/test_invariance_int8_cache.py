@@ -28,6 +28,12 @@ DIGESTS: dict[tuple[int, str, str], str] = {
     (1, "avx512", "bfloat16"): "42ad372182343d3c",
     (1, "avx2", "float32"): "2c8dab846c08abab",
     (1, "avx2", "bfloat16"): "f411c68d1f6bec06",
+    (1, "neon_bf16", "float32"): "4f500189dd855c95",
+    (1, "neon_bf16", "bfloat16"): "277d2b612f903284",
+    (1, "neon_dot", "float32"): "4f500189dd855c95",
+    (1, "neon_dot", "bfloat16"): "277d2b612f903284",
+    (1, "neon", "float32"): "4f500189dd855c95",
+    (1, "neon", "bfloat16"): "277d2b612f903284",
     (1, "portable", "float32"): "01590ccbdbe34aa7",
     (1, "portable", "bfloat16"): "e5a5ca22efd2a04a",
 }
