@@ -308,8 +308,8 @@ async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None)
             front.drain()
         limit()
 
-    for number in stop.signals:
-        loop.add_signal_handler(number, on_signal)
+    # Not add_signal_handler(): it would count a signal again that the loop has heard of and the first handler counted.
+    before = {number: signal.signal(number, lambda *_: loop.call_soon_threadsafe(on_signal)) for number in stop.signals}
     limit()  # for earlier signals
     keep_watchdog(loop)
     if front is not None:
@@ -317,6 +317,8 @@ async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None)
     loop.add_reader(engine.ended_fd, ended.set)
     await ended.wait()
     loop.remove_reader(engine.ended_fd)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     engine.close(0)
     if not stop.count and engine.last_cause is not Cause.ENDED:  # ended: its owner drained it or shut it down
         raise EngineDeadError(engine.describe_end())

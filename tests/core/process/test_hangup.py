@@ -30,6 +30,21 @@ import sys
 from tools.cli import main
 sys.exit(main(["serve", "--executor", "fake", "--listen", f"ipc://{sys.argv[1]}/s", "--num-blocks-override", "100"]))
 """
+#: The signal comes when the loop runs, and before the command has set its handlers for that.
+IN_BETWEEN = """
+import os, signal, sys
+from tools.commands import serve
+from tools.cli import main
+
+def run(watch, usual=serve.uvloop.run):
+    async def watch_after_a_signal():
+        os.kill(os.getpid(), signal.SIGHUP)
+        return await watch
+    return usual(watch_after_a_signal())
+
+serve.uvloop.run = run
+sys.exit(main(["serve", "--executor", "fake", "--listen", f"ipc://{sys.argv[1]}/s", "--num-blocks-override", "100"]))
+"""
 
 
 def hang_up(code: str, folder: Path) -> int:
@@ -57,6 +72,13 @@ def test_a_hangup_leaves_no_files(tmp_path: Path, code: str, status: int) -> Non
     while left := [path for path in tmp_path.rglob("*") if not path.is_dir()]:
         assert time.monotonic() < end, left
         time.sleep(0.01)
+
+
+def test_a_signal_counts_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HEARS_HANGUPS + placed(IN_BETWEEN), str(tmp_path)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), "XDG_RUNTIME_DIR": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_addresses_of_the_dead_are_swept_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
