@@ -82,6 +82,10 @@ class Catalog:
         """Add a created model, and write it into the folder, if there is one. Errors: ConfigError."""
         if self.folder is not None:
             path = self.folder / f"{entry.name.replace('/', '--').replace(':', '--')}.toml"
+            if path.exists():
+                raise ConfigError(
+                    f"{entry.name!r:.200} would be written over {path.name}, which is another model's file"
+                )
             entry = msgspec.structs.replace(entry, path=str(path))
             self.add(entry)
             path.write_text(_toml(_as_table(entry)), encoding="utf-8")

@@ -65,6 +65,17 @@ def test_names() -> None:
     }
 
 
+def test_a_created_model_replaces_no_file_of_another(tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text('name = "other"\nmodel = "a/b"\n')
+    catalog = read_catalog(str(tmp_path), {})
+    with pytest.raises(ConfigError, match=r"'small' would be written over small\.toml"):
+        catalog.keep(entry_of("small", {"model": "c/d"}))
+    catalog.keep(entry_of("x/y", {"model": "c/d"}))
+    with pytest.raises(ConfigError, match=r"over x--y\.toml"):
+        catalog.keep(entry_of("x--y", {"model": "e/f"}))
+    assert set(read_catalog(str(tmp_path), {}).by_name) == {"other", "x/y"}
+
+
 def test_a_folder_keeps_what_is_created(tmp_path: Path) -> None:
     (tmp_path / "small.gguf").touch()
     (tmp_path / "big").mkdir()
