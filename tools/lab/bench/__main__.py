@@ -1,4 +1,4 @@
-"""`python -m tools.lab.bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
+"""`engine-core bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
 
 import argparse
 import json
