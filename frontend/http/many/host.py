@@ -63,6 +63,7 @@ class ModelHost:
         self._changes = Changes(catalog)
         self._cards = {name: card_of(entry) for name, entry in catalog.by_name.items()}
         self._running: dict[str, _Running] = {}
+        self._changing: set[str] = set()  # names that a change is about: none of them begins to load
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "model-host")
@@ -141,6 +142,8 @@ class ModelHost:
 
     async def _begin(self, name: str) -> None:
         """Start a model's engine, and send how that ended."""
+        while name in self._changing:
+            await asyncio.sleep(_LOOK_S)
         loop, entry, card = asyncio.get_running_loop(), self._catalog.by_name.get(name), self._cards.get(name)
         if entry is None or card is None or card.problem or self._is_closing:
             self._send(Ended(name, card.problem if card is not None else f"there is no model {name!r}"))
@@ -216,7 +219,13 @@ class ModelHost:
         try:
             if change.kind != "pull" and change.name in self._running:
                 raise ConfigError(f"{change.name!r} is loaded: unload it first, with `engine-core stop`")
-            await loop.run_in_executor(self._threads, self._changes.make, change, tell)
+            if change.name in self._changing:
+                raise ConfigError(f"{change.name!r} is being changed already: wait until that has ended")
+            self._changing.add(change.name)
+            try:
+                await loop.run_in_executor(self._threads, self._changes.make, change, tell)
+            finally:
+                self._changing.discard(change.name)
             entries = self._catalog.by_name
             self._cards = {name: self._cards.get(name) or self._card_of(entry) for name, entry in entries.items()}
             if change.kind == "pull":  # its files may be others
