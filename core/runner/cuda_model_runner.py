@@ -203,11 +203,12 @@ class CudaModelRunner(ModelRunner):
         slots = torch.arange(size, size + count, device=device)  # from block 1 on
         inputs = ModelInputs(token_ids, work.positions, slots, metadata, self.cache, token_ids[:0])
 
-        def compute() -> None:
+        def compute(_: int) -> None:
             self._llama.hidden_states(inputs)
             self._wait()
 
-        return measure_costs(compute, count, self.cache, self.swap_cache, self._wait)
+        # One size only: a device is fast, and each size may compile a kernel.
+        return measure_costs(compute, (count, count), self.cache, self.swap_cache, self._wait)
 
     @torch.inference_mode()
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
 from core.runner.drafter import Drafter, RanStep, merged
 from core.runner.feature_rows import FeatureRows
-from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.preemption_costs import FIRST_TOKENS, NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
@@ -221,13 +221,12 @@ class ModelRunner:
 
         Call this before the first step, because it writes into free blocks. No block is read before it is written.
         """
-        count = min(NUM_TOKENS, self._most_tokens)
-        inputs = self._trial_inputs(count, 0)
+        most = min(NUM_TOKENS, self._most_tokens)
 
-        def compute() -> None:
-            self.forward(inputs)
+        def compute(num_tokens: int) -> None:
+            self.forward(self._trial_inputs(num_tokens, 0))
 
-        return measure_costs(compute, count, self.cache, self.swap_cache)
+        return measure_costs(compute, (min(FIRST_TOKENS, most), most), self.cache, self.swap_cache)
 
     def warm_up(self) -> int:
         """Run a step of WARM_UP_TOKENS tokens and return its duration in ns. Call this before the first step."""

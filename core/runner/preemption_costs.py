@@ -10,7 +10,8 @@ from core.execution.executor import Costs
 from ipc.tables.arrays import Int32s
 from kernels.memory.kv_cache import KVCache
 
-NUM_TOKENS = 128  # length of the timed prompt: a chunk that keeps the processor busy
+NUM_TOKENS = 128  # longest timed prompt: a chunk that keeps the processor busy
+FIRST_TOKENS = 16  # length of the prompt that tells how long a slow machine would take for NUM_TOKENS
 _NUM_BLOCKS = 32  # blocks in one timed copy
 _NUM_SAMPLES = 5
 _PATIENCE_NS = 200_000_000  # no further sample of a cost starts after this total, not counting the warm-up run
@@ -19,18 +20,18 @@ _NO_ROOM_NS = 1_000_000_000
 
 
 def measure_costs(
-    compute: Callable[[], None],
-    num_tokens: int,
+    compute: Callable[[int], None],
+    sizes: tuple[int, int],
     cache: KVCache,
     swap_cache: KVCache | None,
     wait: Callable[[], None] = lambda: None,
 ) -> Costs:
     """Return the median costs of recomputing a token and of copying a block, in nanoseconds.
 
-    compute: runs the model on num_tokens tokens. wait: returns when the device has finished its copies. The blocks of
-    both caches must be free, because they are overwritten.
+    compute: runs the model on so many tokens. sizes: the fewest and the most tokens to time. wait: returns when the
+    device has finished its copies. The blocks of both caches must be free, because they are overwritten.
     """
-    token_ns = max(1, _median_ns(compute) // num_tokens)
+    token_ns = max(1, _token_ns(compute, *sizes))
     if swap_cache is None:
         return Costs(token_ns, _NO_ROOM_NS)
     count = min(_NUM_BLOCKS, cache.num_blocks - 1, swap_cache.num_blocks)
@@ -45,11 +46,29 @@ def measure_costs(
     return Costs(token_ns, max(1, (out_ns + back_ns) // (2 * count)))
 
 
+def _token_ns(compute: Callable[[int], None], fewest: int, most: int) -> int:
+    """Time the largest prompt that takes at most _PATIENCE_NS: fewest tokens at least, though they take longer."""
+    compute(fewest)  # warm-up: touches memory for the first time
+    fewest_ns = _duration_ns(lambda: compute(fewest))
+    count = min(most, fewest * _PATIENCE_NS // max(1, fewest_ns))
+    if count <= fewest < most:
+        return fewest_ns // fewest
+    return _samples_median_ns(lambda: compute(count)) // count
+
+
 def _median_ns(work: Callable[[], None]) -> int:
-    work()  # warm-up: touches memory for the first time
+    work()  # warm-up
+    return _samples_median_ns(work)
+
+
+def _samples_median_ns(work: Callable[[], None]) -> int:
     samples: list[int] = []
     while len(samples) < _NUM_SAMPLES and sum(samples) < _PATIENCE_NS:
-        begin = time.perf_counter_ns()
-        work()
-        samples.append(time.perf_counter_ns() - begin)
+        samples.append(_duration_ns(work))
     return int(statistics.median(samples))
+
+
+def _duration_ns(work: Callable[[], None]) -> int:
+    begin = time.perf_counter_ns()
+    work()
+    return time.perf_counter_ns() - begin

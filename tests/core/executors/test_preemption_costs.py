@@ -71,33 +71,36 @@ def test_a_real_model_is_measured_on_caches_of_any_size(num_blocks: int, num_swa
 
 
 def test_without_room_on_the_host_swapping_is_never_the_cheaper_way(clock: Clock) -> None:
-    def compute() -> None:
+    def compute(_: int) -> None:
         clock.now_ns += 100 * MS
 
-    costs = measure_costs(compute, 128, cache(40, clock, 0), None)
+    costs = measure_costs(compute, (16, 128), cache(40, clock, 0), None)
     assert costs.swap_ns_per_block > 128 * costs.recompute_ns_per_token  # of the largest block
 
 
 def test_each_cost_is_the_median_of_its_own_work(clock: Clock) -> None:
-    durations = iter([900, 20, 40, 10, 30, 25])  # ms; the first warms up
+    durations = iter([900, 30, 20, 40, 10, 30, 25])  # ms; the first warms up, the second tells that 10 tokens are quick
 
-    def compute() -> None:
+    def compute(_: int) -> None:
         clock.now_ns += next(durations) * MS
 
-    costs = measure_costs(compute, 10, cache(40, clock, 6 * MS), cache(20, clock, 2 * MS))
+    costs = measure_costs(compute, (10, 10), cache(40, clock, 6 * MS), cache(20, clock, 2 * MS))
     assert costs.recompute_ns_per_token == 25 * MS // 10
     assert costs.swap_ns_per_block == (6 + 2) * MS // 2 // 20  # both ways together, of the 20 blocks that fit
 
 
-def test_a_slow_machine_takes_one_sample(clock: Clock) -> None:
+@pytest.mark.parametrize(("token_ms", "longest"), [(1, 128), (4, 50), (10, 20), (1000, 16)])
+def test_a_slower_machine_times_a_shorter_prompt(clock: Clock, token_ms: int, longest: int) -> None:
     calls: list[int] = []
 
-    def compute() -> None:
-        calls.append(clock.now_ns)
-        clock.now_ns += 1000 * MS
+    def compute(num_tokens: int) -> None:
+        calls.append(num_tokens)
+        clock.now_ns += num_tokens * token_ms * MS
 
     slow, host = cache(40, clock, 500 * MS), cache(40, clock, 1)
-    assert measure_costs(compute, 100, slow, host).recompute_ns_per_token == 10 * MS
-    assert len(calls) == 2  # the warm-up and one
-    assert slow.num_copies == 2
+    assert measure_costs(compute, (16, 128), slow, host).recompute_ns_per_token == token_ms * MS
+    assert calls[:2] == [16, 16]
+    assert max(calls) == longest
+    assert len(calls) == (2 if longest == 16 else 3 if longest < 128 else 4)
+    assert slow.num_copies == 2  # the warm-up and one sample
     assert host.num_copies == 6  # a fast one takes five samples
