@@ -1,10 +1,12 @@
-"""The oracle of paged attention: plain float64 loops, one token after another."""
+"""The oracle of paged attention: in float64, from all scores of a request's tokens and a mask of what each sees."""
 
 import torch
 
 from kernels.rounding import ceil_div
 from kernels.torch.attention import AttentionMetadata
 from kernels.torch.kv_cache import TorchKVCache
+
+_ROWS = 128  # tokens at once, so that their scores take little memory
 
 
 def reference_attention(
@@ -15,11 +17,7 @@ def reference_attention(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute what paged_attention() does, in float64 -> [T, H * D] float64.
-
-    A token's bits depend only on its own request up to its own position, because no product's shape depends on anything
-    else.
-    """
+    """Compute what paged_attention() does, in float64 -> [T, H * D] float64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
     group_size = q.shape[1] // cache.num_kv_heads
     token = 0
@@ -29,13 +27,18 @@ def reference_attention(
         keys, values = _context(cache, layer, metadata, index, context_len)
         keys = keys.double().repeat_interleave(group_size, 1)  # [L, H, D]
         values = values.double().repeat_interleave(group_size, 1)
-        for position in range(context_len - num_tokens, context_len):
-            seen = slice(first_seen(metadata.window, position), position + 1)
-            scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[seen]) * scale
+        for start in range(context_len - num_tokens, context_len, _ROWS):
+            positions = torch.arange(start, min(start + _ROWS, context_len))
+            rows = slice(token, token + len(positions))
+            first = [first_seen(metadata.window, position) for position in positions.tolist()]
+            places = torch.arange(context_len)
+            is_seen = (places >= torch.tensor(first)[:, None]) & (places <= positions[:, None])
+            scores = torch.einsum("thd,lhd->htl", q[rows].double(), keys) * scale
+            scores = scores.masked_fill(~is_seen, -torch.inf)
             if sinks is not None:
-                scores = torch.cat((scores, sinks.double()[:, None]), -1)
-            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(values[seen])], values[seen])
-            token += 1
+                scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(positions), 1)), -1)
+            out[rows] = torch.einsum("htl,lhd->thd", scores.softmax(-1)[..., :context_len], values)
+            token += len(positions)
     return out.flatten(1)
 
 

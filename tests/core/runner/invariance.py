@@ -169,6 +169,8 @@ class Recorder(ModelRunner):
         """where: [blocks, block_size], or [blocks]."""
         fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
         slots, cache = np.flatnonzero(fresh), self.cache
+        if not len(slots):  # most steps
+            return
         if self._pages and isinstance(cache, MixedKVCache):  # tokens of layers with a window are of other widths
             pages = np.broadcast_to(where.reshape(len(where), -1), fresh.shape).reshape(
                 -1, self._pages * self.block_size

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import kernels.cpu.attention_plan
-from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from tests.kernels.attention_bench import DTYPES
@@ -23,9 +22,8 @@ class WholeBench(CpuBench):
         start, end = int(context_lens[0] - num_tokens[0]), int(context_lens[0])
         clipped = [(max(first, start) - start, min(first + n, end) - max(first, start)) for first, n in WHOLES]
         wholes = np.array([pair for pair in clipped if pair[1] > 0], np.int64)
-        planner = AttentionPlanner(load_cpu_library(), *self.heads)
         given = (num_tokens, context_lens, tables, self.cache.block_size, self.window)
-        return planner(*given, wholes=wholes if len(wholes) else None)
+        return self.planner(*given, wholes=wholes if len(wholes) else None)
 
 
 def run(heads, dtype, window, chunks, function, seed=0, beside=0):

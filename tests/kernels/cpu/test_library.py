@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,13 +27,41 @@ from kernels.cpu.build import (
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import find_library_soon
 
+SOURCE = "void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n"
+
+
+@pytest.fixture(scope="module")
+def copying_compiler(tmp_path_factory) -> Path:
+    """A compiler that links everything to one library, which the real one has made of SOURCE. It takes milliseconds;
+    the real one takes 0.3 s, most of it for the headers of the instructions."""
+    folder = tmp_path_factory.mktemp("compiler")
+    source, library, compiler = folder / "pool.c", folder / "library.so", folder / "copying-cc"
+    source.write_text(SOURCE)
+    subprocess.run([*find_compiler().command, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    cases = f'*" -shared "*) cp {library} "$output" ;; *" -o "*) echo > "$output" ;; *) echo copying-cc 1.0 ;;'
+    compiler.write_text(f'#!/bin/sh\nfor output; do :; done\ncase " $* " in {cases} esac\n')
+    compiler.chmod(0o755)
+    return compiler
+
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch, copying_compiler):
     """An empty cache, and sources that compile in a moment."""
+    cache = make_cache(tmp_path, monkeypatch)
+    monkeypatch.setenv("CC", str(copying_compiler))
+    return cache
+
+
+@pytest.fixture
+def compiled_cache(tmp_path, monkeypatch):
+    """As `cache`, for the real compiler."""
+    return make_cache(tmp_path, monkeypatch)
+
+
+def make_cache(tmp_path, monkeypatch):
     sources = tmp_path / "sources"
     sources.mkdir()
-    (sources / "pool.c").write_text("void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n")
+    (sources / "pool.c").write_text(SOURCE)
     monkeypatch.setattr(kernels.cpu.build, "SOURCE_FOLDER", sources)
     monkeypatch.setattr(
         kernels.cpu.build, "FLAGS", tuple(f for f in kernels.cpu.build.FLAGS if f != "-fvisibility=hidden")
@@ -47,7 +76,8 @@ def libraries(cache: Path) -> list[Path]:
     return sorted(cache.glob("*.so"))
 
 
-def test_is_built_once_into_a_private_folder(cache, monkeypatch):
+def test_is_built_once_into_a_private_folder(compiled_cache, monkeypatch):
+    cache = compiled_cache
     assert load_cpu_library().variant == usable_variants()[0]
     assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
     assert {path.suffix for path in cache.iterdir()} == {".so", ""}  # the library and the lock: nothing is left over
@@ -139,11 +169,11 @@ def test_a_user_without_a_home_is_told(cache, monkeypatch):
         load_cpu_library()
 
 
-def test_a_compiler_that_fails_is_quoted(cache):
+def test_a_compiler_that_fails_is_quoted(compiled_cache):
     (kernels.cpu.build.SOURCE_FOLDER / "pool.c").write_text("int main( {")
     with pytest.raises(CpuLibraryError, match=r"failed: .*error"):
         load_cpu_library()
-    assert libraries(cache) == []
+    assert libraries(compiled_cache) == []
 
 
 @pytest.mark.parametrize("hanging", ["compiling", "linking"])
@@ -256,13 +286,15 @@ def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("refused", ["", "c-header"])
-def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(refused, cache, monkeypatch, tmp_path):
-    monkeypatch.setattr(kernels.cpu.build, "MANY_FILES", 3)
+def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(
+    refused, compiled_cache, copying_compiler, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(kernels.cpu.build, "MANY_FILES", 2)
     for number in range(kernels.cpu.build.MANY_FILES):
         (kernels.cpu.build.SOURCE_FOLDER / f"more_{number}.c").write_text(f"int more_{number}(void) {{ return 0; }}\n")
     runs, compiler = tmp_path / "runs", tmp_path / "noting-cc"
-    refusal = f"*{refused}*) exit 1 ;;" if refused else ""
-    compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\ncase "$*" in {refusal} esac\nexec cc "$@"\n')
+    refusal, program = (f"*{refused}*) exit 1 ;;", copying_compiler) if refused else ("", "cc")
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\ncase "$*" in {refusal} esac\nexec {program} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     assert load_cpu_library("portable").variant == "portable"
@@ -271,12 +303,13 @@ def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(refused
     assert sum("-include common.h" in line for line in lines) == kernels.cpu.build.MANY_FILES + 1
 
 
-def test_who_starts_together_builds_once(cache, monkeypatch, tmp_path):
+def test_who_starts_together_builds_once(cache, copying_compiler, monkeypatch, tmp_path):
     """Threads here; the lock is of the open file, so it holds among them as among processes. The compiler is wrapped in
     one that notes its runs, and takes long enough for all to come."""
     runs, compiler = tmp_path / "runs", tmp_path / "slow-cc"
     compiler.write_text(
-        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {runs}; sleep 0.2 ;; esac\nexec cc "$@"\n'
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {runs}; sleep 0.2 ;; esac\n'
+        f'exec {copying_compiler} "$@"\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))

@@ -11,7 +11,7 @@ from kernels.cpu.library import load_cpu_library
 from kernels.rounding import ceil_div
 from tests.kernels.attention_bench import DTYPES
 from tests.kernels.attention_reference import first_seen
-from tests.kernels.cpu.test_attention import HEADS, CpuBench, attention_of
+from tests.kernels.cpu.test_attention import HEADS, CpuBench, attention_of, library
 
 #: Tokens of each context, and how many of its first ones are also those of which other one.
 LENGTHS = (1600, 1570, 1300, 1700, 700, 90, 1100, 1601, 517, 512)
@@ -39,15 +39,16 @@ class SharingBench(CpuBench):
         self.num_members = len(plan.members)
         return plan
 
-    def prefill(self, index, attention):
+    def prefill(self, index):
+        """Store K and V of all tokens but the last ones. What these tokens attend to is not looked at."""
         self.done[index] = self.first[index]
         end = LENGTHS[index] - (300 if index == PREFILLED else STEPS)
-        return self.step({index: end - self.done[index]}, attention)[index]
+        self.step({index: end - self.done[index]}, lambda q, *_: q)
 
     def decode_all(self, attention):
         """The last tokens of all contexts, computed together; [contexts, tokens, H * D]."""
         for index in range(len(LENGTHS)):
-            self.prefill(index, attention)
+            self.prefill(index)
         steps = []
         for number in range(STEPS):
             counts = {index: 75 if index == PREFILLED else 1 for index in range(len(LENGTHS))}
@@ -59,7 +60,7 @@ class SharingBench(CpuBench):
         """The same, one context after the other."""
         outputs = []
         for index in range(len(LENGTHS)):
-            self.prefill(index, attention)
+            self.prefill(index)
             count = 75 if index == PREFILLED else 1
             outputs.append(torch.cat([self.step({index: count}, attention)[index] for _ in range(STEPS)]))
             assert self.num_members == 0
@@ -117,7 +118,7 @@ def test_sizes_of_items_change_no_bit(rows, c_library, monkeypatch):
 
 def plan_of(lengths, tables, *, heads=(9, 3), counts=None, block_size=16, window=None):
     counts = np.ones(len(lengths), int) if counts is None else np.array(counts)
-    return AttentionPlanner(load_cpu_library(), *heads)(counts, np.array(lengths), tables, block_size, window)
+    return AttentionPlanner(library(), *heads)(counts, np.array(lengths), tables, block_size, window)
 
 
 def own_tables(num_requests, length, block_size=16):
