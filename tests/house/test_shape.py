@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGES, known_files, nodes, product_trees
+from tests.house.source import PACKAGES, known_files, nodes, nodes_below, product_trees
 
 pytestmark = pytest.mark.checkout
 
@@ -95,10 +95,13 @@ def spreads(tree: ast.Module) -> Iterator[ast.Call]:
     for function in nodes(tree):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+        inside = nodes_below(function)
+        if not any(isinstance(node, ast.Starred) for node in inside):
+            continue
+        assigned = [node for node in inside if isinstance(node, ast.Assign)]
         tuples = [target for node in assigned if isinstance(node.value, ast.Tuple) for target in node.targets]
         names = {target.id for target in tuples if isinstance(target, ast.Name)}
-        for call in ast.walk(function):
+        for call in inside:
             spread = (
                 [one.value for one in call.args if isinstance(one, ast.Starred)] if isinstance(call, ast.Call) else []
             )

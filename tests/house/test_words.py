@@ -1,17 +1,15 @@
 """The pages and the code are written with the words that CONTRIBUTING.md names, not with those that it replaces."""
 
 import ast
-import io
 import itertools
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ipc.log_lines import counted
-from tests.house.source import ROOT, known_files
+from tests.house.source import ROOT, known_files, nodes, nodes_below, product_trees
 from tests.wrap_pages import pages
 
 pytestmark = pytest.mark.checkout
@@ -33,6 +31,10 @@ _NOUNS = (
     "preemptions|prompts|records|replicas|requests|rows|runs|sessions|steps|tokens"
 )
 _PLURAL = re.compile(rf" (?:(?:prompt|output|prefix-cache|KV) )?(?:{_NOUNS})\b")
+#: Python 3.11's: a string in an f-string's braces has other quotes than the f-string.
+_STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'\'\'(?:\\.|[^\\])*?\'\'\'|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|#[^\n]*''', re.S
+)
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)
 
 
@@ -47,23 +49,23 @@ def archaic_in_code(prose: str) -> list[str]:
     return [" ".join(word.split()) for each in (_WORDS, _WORDS_OF_CODE) for word in each.findall(words)]
 
 
-def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each docstring and comment. Consecutive comments are one text."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
+def prose_of_python(source: str, tree: ast.Module | None = None) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each docstring and comment. Consecutive comments are one text. tree: None = parse it."""
+    for node in nodes_below(ast.parse(source)) if tree is None else nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text is not None:
                 yield node.body[0].lineno, text
-    last, lines = 0, list[str]()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT:
+    last, lines, number, place = 0, list[str](), 1, 0
+    for match in _STRING_OR_COMMENT.finditer(source):
+        if source[match.start()] != "#":
             continue
-        if lines and token.start[0] != last + 1:
+        number, place = number + source.count("\n", place, match.start()), match.start()
+        if lines and number != last + 1:
             yield last - len(lines) + 1, " ".join(lines)
             lines = []
-        last = token.start[0]
-        lines.append(token.string.lstrip("#: "))
+        last = number
+        lines.append(match.group().lstrip("#: "))
     if lines:
         yield last - len(lines) + 1, " ".join(lines)
 
@@ -91,10 +93,10 @@ def test_pages_have_plain_words() -> None:
 def test_docstrings_and_comments_have_plain_words() -> None:
     files = _code_files()
     assert len(files) > 400
-    found = []
+    found, trees = [], product_trees()
     for path in files:
-        prose = prose_of_python if path.suffix == ".py" else prose_of_c
-        for line, text in prose((ROOT / path).read_text()):
+        source = (ROOT / path).read_text()
+        for line, text in prose_of_python(source, trees[path]) if path.suffix == ".py" else prose_of_c(source):
             found += [f"{path}:{line}: {word}" for word in archaic_in_code(text)]
     assert found == []
 
@@ -137,9 +139,10 @@ def uncounted(source: str) -> list[int]:
     Constants in capitals, numbers with a format, also by a function, and broken invariants may do so.
     """
     tree = ast.parse(source)
-    asserted = {id(node) for one in ast.walk(tree) if isinstance(one, ast.Assert) for node in ast.walk(one)}
+    inside = nodes_below(tree)
+    asserted = {id(node) for one in inside if isinstance(one, ast.Assert) for node in nodes_below(one)}
     found = []
-    for node in ast.walk(tree):
+    for node in inside:
         if not isinstance(node, ast.JoinedStr) or id(node) in asserted:
             continue
         for value, text in itertools.pairwise(node.values):
