@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
@@ -14,7 +13,7 @@ from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.engine import EngineCore
-from core.executors.fake import checksum, create, next_token
+from core.executors.fake import create
 from core.features.store import Features
 from core.process import loop as process
 from ipc.wire.messages import (
@@ -29,6 +28,7 @@ from ipc.wire.messages import (
 )
 from ipc.wire.sockets import Context, bind_router, private_ipc_address, remove_private_address
 from tests.fake_options import fake_options
+from tests.fake_tokens import fake_tokens
 from tests.raw_client import PATIENCE_S, RawClient
 from tests.resolved import resolved_config
 
@@ -115,14 +115,8 @@ def start_engine() -> Iterator[Callable[..., Running]]:
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
-    """fake_tokens() in linear time."""
-    total, tokens = checksum(np.array(prompt, np.int64)), list[int]()
-    zero = np.zeros(1, np.uint64)
-    for position in range(len(prompt), len(prompt) + count):
-        token = next_token(np.array([total], np.uint64), np.array([position], np.uint64), zero, VOCAB)
-        total = np.uint64((int(total) + int(checksum(token, position))) % 2**64)
-        tokens.append(int(token[0]))
-    return tokens
+    """What the engine must answer to a greedy request."""
+    return fake_tokens(prompt, count, VOCAB)
 
 
 def owner(running: Running) -> RawClient:

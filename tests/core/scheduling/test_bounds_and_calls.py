@@ -32,8 +32,7 @@ from ipc.wire.messages import (
     Welcome,
 )
 from tests.columns import pack_numbers
-from tests.core.running_engine import LONG, NUM_ROWS, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
-from tests.fake_tokens import fake_tokens
+from tests.core.running_engine import LONG, NUM_ROWS, Running, expected, is_free, owner, start_engine, wait_for
 from tests.raw_client import RawClient, request
 
 __all__ = ["start_engine"]  # a fixture
@@ -259,7 +258,3 @@ def test_model_information_and_a_bounded_number_of_tokenizers(start: Callable[..
             assert client.receive(TokenizerFiles).call == call
         client.send(GetTokenizer(9))
         assert client.receive(CallFailed).code == ErrorCode.RESOURCE_EXHAUSTED
-
-
-def test_the_oracle_of_these_tests() -> None:
-    assert expected([3, 1, 4], 200) == fake_tokens([3, 1, 4], 200, VOCAB)
