@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import uvicorn
 from uvicorn.server import ServerState
@@ -14,6 +14,8 @@ from frontend.http.errors import Headers
 from frontend.http.wire.exchange import Exchange, Message, Receive, Send
 from frontend.http.wire.held_bodies import HeldBodies
 from frontend.http.wire.protocol import Bounds, HttpProtocol
+
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -30,12 +32,17 @@ def turning() -> Iterator[None]:
 
 def spin() -> None:
     """Let all tasks run until they wait."""
+    complete(turn())
 
-    async def turn() -> None:
-        for _ in range(8):
-            await asyncio.sleep(0)
 
-    Peer.runner.run(turn())
+async def turn() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+def complete(work: Coroutine[Any, Any, Result]) -> Result:
+    """Run it in the loop of the test's connections. Runner.run() also handles signals, which takes twice as long."""
+    return Peer.runner.get_loop().run_until_complete(work)
 
 
 class Transport:
@@ -126,7 +133,7 @@ class Peer:
             config.load()
             return HttpProtocol(config, state, Bounds(5000, max_connections), bodies)
 
-        self.protocol = self.runner.run(make())
+        self.protocol = complete(make())
         self.all.append(weakref.ref(self))
 
     def abandon(self) -> None:
@@ -138,10 +145,10 @@ class Peer:
     def __getattr__(self, name: str) -> Any:
         async def run(*arguments: Any) -> None:
             getattr(self.protocol, name)(*arguments)
+            await turn()
 
         def call(*arguments: Any) -> None:
-            self.runner.run(run(*arguments))
-            spin()
+            complete(run(*arguments))
 
         return call
 
