@@ -5,7 +5,8 @@ An answer of tokens is a Reply, which the pump writes without waiting here.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
 
 from frontend.http.callers.access import check_host, find_key, origin_headers, preflight_headers
 from frontend.http.errors import HttpError, http_error
@@ -14,15 +15,21 @@ from frontend.http.intake import Intake
 from frontend.http.pages.openapi import describe
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.replies.reply import Reply
-from frontend.http.request import JSON, Request, Response
+from frontend.http.request import JSON, Request, Response, WrittenAnswer
 from frontend.http.route import Access, Route
 from frontend.http.routes import ROUTES
 from frontend.http.served import Served
 from frontend.http.service import MODEL_NOT_FOUND, Service
-from frontend.http.stored.runs import Follower
 from frontend.http.wire.exchange import Exchange, Message, Receive, Send
 
 _log = logging.getLogger("engine_core.http")
+
+
+class Consumed(Protocol):
+    """The memory of a body (frontend/http/wire/held_bodies.py)."""
+
+    def consume(self, num_bytes: int) -> None:
+        """Stop counting bytes that were read."""
 
 
 class App:
@@ -54,7 +61,7 @@ class App:
         request = Request.of(scope, exchange)
         try:
             try:
-                answer = await self._result(request, receive)
+                answer = await self._result(request, receive, state["body"])
                 if isinstance(answer, Response):
                     fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
                     await exchange.send_whole(answer.status, fields, answer.body)
@@ -63,7 +70,7 @@ class App:
                 state["body"].release()
             if isinstance(answer, Reply):
                 await _until_end(answer, receive)
-            elif isinstance(answer, Follower):
+            elif isinstance(answer, WrittenAnswer):
                 await answer.write()
         finally:
             if request.on_end is not None:
@@ -76,14 +83,18 @@ class App:
         else:
             request.service.note(request, answer)
 
-    async def _result(self, request: Request, receive: Receive) -> Response | Reply | Follower | None:
+    async def _result(
+        self, request: Request, receive: Receive, body: Consumed
+    ) -> Response | Reply | WrittenAnswer | None:
         """Return the answer to a request; None if its body does not arrive, or its peer has left."""
         try:
             self._judge(request)
         except HttpError as error:
             return _failure(request, error)
         assert request.row is not None, request.path
-        if not await _read_body(request, receive):
+        if request.row.is_upload:
+            request.parts = _parts(request, receive, body)
+        elif not await _read_body(request, receive):
             return None
         if request.row.access is not Access.OPEN:
             await self._intake.turn(len(request.body))
@@ -108,12 +119,12 @@ class App:
             request.lease.end()
         return answer
 
-    async def _handle(self, row: Route, request: Request) -> Response | Reply | Follower:
+    async def _handle(self, row: Route, request: Request) -> Response | Reply | WrittenAnswer:
         """Return the handler's answer, if the key's quota and the body's size allow it."""
         if row.method == "POST":
             request.lease = self._shared.quotas.begin(request.key)
         if row.is_of_server:
-            answer: Response | Reply | Follower = await row.handler(self._served, request)
+            answer: Response | Reply | WrittenAnswer = await row.handler(self._served, request)
             return answer
         service = request.service = await self._served.service_for(request)
         if row.method == "POST":
@@ -142,7 +153,7 @@ class App:
         row = request.row = self._route(request)
         request.route, request.error_body = row.path, row.error_body
         if row.access is Access.KEY:
-            request.key = find_key(request, shared.keys)
+            request.key = request.key or find_key(request, shared.keys)
             if row.method == "POST":
                 shared.quotas.check(request.key)
         if row.method == "POST":
@@ -150,11 +161,11 @@ class App:
             _check_content_type(request)
             _check_encoding(request)
 
-    async def _answer(self, service: Service, row: Route, request: Request) -> Response | Reply | Follower:
+    async def _answer(self, service: Service, row: Route, request: Request) -> Response | Reply | WrittenAnswer:
         """Return the handler's answer. An unknown model may be an adapter that was just loaded."""
         await service.adapters.catch_up()
         try:
-            answer: Response | Reply | Follower = await row.handler(service, request)
+            answer: Response | Reply | WrittenAnswer = await row.handler(service, request)
         except HttpError as error:
             before = service.adapters.names
             if error.code == MODEL_NOT_FOUND:
@@ -242,6 +253,19 @@ async def _read_body(request: Request, receive: Receive) -> bool:
             request.body = parts[0] if len(parts) == 1 else b"".join(parts)
             request.exchange.is_received = True
             return True
+
+
+async def _parts(request: Request, receive: Receive, body: Consumed) -> AsyncIterator[bytes]:
+    """Yield the parts of a body as they arrive. Errors: HttpError 499 if its peer leaves."""
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] != "http.request":
+            raise HttpError(499, "the caller has left")
+        has_more = message.get("more_body", False)
+        body.consume(len(message["body"]))
+        yield message["body"]
+    request.exchange.is_received = True
 
 
 async def _until_end(reply: Reply, receive: Receive) -> None:

@@ -21,7 +21,6 @@ OTHER_PATHS = {
     "health_generate": "/health",
 }
 _STORES_NOTHING = "this is not stored here: send the whole history to /v1/responses or /v1/chat/completions"
-_FILES = "use `engine-core batch` for files of requests"
 _OWNERS = "the engine's owner does this with `engine-core control`, not over HTTP"
 _ADAPTERS = "the engine's owner loads adapters with `engine-core control`, not over HTTP"
 _TEXT_ONLY = "this server answers with text"
@@ -30,10 +29,8 @@ ABSENT = {
     "audio": _TEXT_ONLY,
     "images": _TEXT_ONLY,
     "moderations": "there is no model for moderation",
-    "files": _FILES,
-    "uploads": _FILES,
-    "batches": _FILES,
-    "messages/batches": _FILES,
+    "uploads": "send a file as a whole to /v1/files",
+    "messages/batches": "send its requests to /v1/batches, or use `engine-core batch`",
     "conversations": _STORES_NOTHING,
     "assistants": _STORES_NOTHING,
     "threads": _STORES_NOTHING,

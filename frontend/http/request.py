@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -52,6 +52,22 @@ class Response(NamedTuple):
     status: int = 200
     content_type: bytes = JSON
     headers: Sequence[tuple[bytes, bytes]] = ()
+
+
+class LocalAnswer(NamedTuple):
+    """An answer to a caller within the process. headers: names in lower case."""
+
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+class WrittenAnswer:
+    """The base of an answer that writes itself, as its peer reads."""
+
+    async def write(self) -> None:
+        """Write the answer until its end, or until the peer has left."""
+        raise NotImplementedError
 
 
 def _is_of_a_null(error: msgspec.ValidationError) -> bool:
@@ -104,9 +120,10 @@ class Request:
         self.id = given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else new_id()
         self.answer_headers: Headers = [(b"x-request-id", self.id.encode())]
         self.body = b""
+        self.parts: AsyncIterator[bytes] | None = None  # of the body, for a route that reads it itself
         self.num_stored_bytes = 0  # of what is stored here and read with the body
         self.row: Route | None = None  # of the routing table
-        self.key: Key | None = None
+        self.key: Key | None = None  # of the caller; of a batch, before the request begins
         self.lease: Lease | None = None  # of its key's quotas, once it is handled
         self.adapter: AdapterId | None = None  # named by the body's model
         self.service: Answering | None = None  # of the model, once it is known
@@ -126,7 +143,9 @@ class Request:
         num_hosts = [name for name, _ in fields].count(b"host")
         client = scope["client"][0] if scope["client"] else ""
         query, method = scope["query_string"], scope["method"]
-        return cls(method, path, raw_path, query, dict(fields), exchange, num_hosts=num_hosts, client=client)
+        made = cls(method, path, raw_path, query, dict(fields), exchange, num_hosts=num_hosts, client=client)
+        made.key = scope["state"].get("key")
+        return made
 
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:
         """Return the body as the decoder's type. Errors: HttpError 400 that names the field."""

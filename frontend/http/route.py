@@ -24,7 +24,7 @@ class Route(NamedTuple):
     there, without "/". access: KEY by default.
 
     error_body: the form of errors, if it is not OpenAI's. is_of_server: the handler is called with the Served
-    instead of a Service, because it needs no model.
+    instead of a Service, because it needs no model. is_upload: it reads the body itself, part by part.
     """
 
     method: str
@@ -34,3 +34,4 @@ class Route(NamedTuple):
     body: type[msgspec.Struct] | None = None
     error_body: Callable[[HttpError], bytes] = HttpError.body
     is_of_server: bool = False
+    is_upload: bool = False

@@ -15,13 +15,12 @@ from frontend.http.openai import chat, completions, embeddings, scores
 from frontend.http.openai.responses_bodies import ResponsesBody
 from frontend.http.pages import health, load, metrics, models, openapi, page
 from frontend.http.replies.reply import Reply
-from frontend.http.request import Request, Response
+from frontend.http.request import Request, Response, WrittenAnswer
 from frontend.http.route import Access, Route
 from frontend.http.service import Service
-from frontend.http.stored import responses
-from frontend.http.stored.runs import Follower
+from frontend.http.stored import batch_pages, file_pages, responses
 
-_Handler = Callable[[Service, Request], Awaitable[Response | Reply | Follower]]
+_Handler = Callable[[Service, Request], Awaitable[Response | Reply | WrittenAnswer]]
 _Row = tuple[str, str, _Handler, type[msgspec.Struct] | None]
 _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/api/chat", ollama.chat, OllamaChatBody),
@@ -53,6 +52,15 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{name}", responses.delete_response),
     Route("GET", "/v1/responses/{name}/input_items", responses.list_input_items),
     Route("POST", "/v1/responses/{name}/cancel", responses.cancel_response),
+    Route("POST", "/v1/files", file_pages.create_file, is_of_server=True, is_upload=True),
+    Route("GET", "/v1/files", file_pages.list_files, is_of_server=True),
+    Route("GET", "/v1/files/{name}", file_pages.get_file, is_of_server=True),
+    Route("DELETE", "/v1/files/{name}", file_pages.delete_file, is_of_server=True),
+    Route("GET", "/v1/files/{name}/content", file_pages.get_content, is_of_server=True),
+    Route("POST", "/v1/batches", batch_pages.create_batch, body=batch_pages.BatchBody, is_of_server=True),
+    Route("GET", "/v1/batches", batch_pages.list_batches, is_of_server=True),
+    Route("GET", "/v1/batches/{name}", batch_pages.get_batch, is_of_server=True),
+    Route("POST", "/v1/batches/{name}/cancel", batch_pages.cancel_batch, is_of_server=True),
     Route("POST", "/v1/messages", messages.create_message, body=MessagesBody, error_body=messages.error_body),
     Route(
         "POST",

@@ -17,6 +17,7 @@ from frontend.http.wire.server import open_engine
 from ipc.errors import ConfigError
 from tools.commands.http import add_receipt_key, read_receipt_key
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
+from tools.service.remote_batch import run_remote
 from tools.service.start import check_connect, engine_at
 
 _MAX_IN_FLIGHT = 256
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"the output would be the input, {source}")
     if not 1 <= parsed.max_in_flight <= 65_536:
         raise ConfigError(f"--max-in-flight must be from 1 to 65536; got {parsed.max_in_flight}")
+    if parsed.url is not None:
+        return _answer_remotely(parsed, source, target)
     options = engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
@@ -46,6 +49,18 @@ def main(arguments: Sequence[str]) -> int:
         output.close()
     progress.end(output.num_failed, target)
     return 1 if output.num_failed else 0
+
+
+def _answer_remotely(parsed: argparse.Namespace, source: Path, target: Path) -> int:
+    """Answer the requests by a batch of a running server; return the exit status."""
+    given = {"MODEL": parsed.model_name, "--connect": parsed.connect, **engine_options(parsed)}
+    if names := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"--url is a server that runs already: leave out {', '.join(names)}")
+    progress = _Progress(check_requests(source), 0)
+    num_failed = run_remote(parsed.url, source, target, progress.reach)
+    progress.reach(progress.total)
+    progress.end(num_failed, target)
+    return 1 if num_failed else 0
 
 
 def _answer(address: str, parsed: argparse.Namespace, source: Path, output: BatchOutput, progress: "_Progress") -> None:
@@ -67,7 +82,7 @@ def _answer(address: str, parsed: argparse.Namespace, source: Path, output: Batc
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core batch",
-        usage="engine-core batch FILE.jsonl [MODEL | --connect ADDR] [-o OUTPUT.jsonl] [OPTION ...]",
+        usage="engine-core batch FILE.jsonl [MODEL | --connect ADDR | --url URL] [-o OUTPUT.jsonl] [OPTION ...]",
         description="Answer a file of requests in OpenAI's batch format. If it is run again, it continues where it "
         "stopped.",
     )
@@ -75,6 +90,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: FILE.out.jsonl")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="use this HTTP server's batches (serve --store); ENGINE_CORE_API_KEY is its key",
+    )
     add_receipt_key(parser)
     parser.add_argument(
         "--max-in-flight",
@@ -98,17 +118,21 @@ class _Progress:
     """Progress on standard error: a line a second on a terminal, and a last line."""
 
     def __init__(self, total: int, num_done: int) -> None:
-        self._total, self._num_before, self._num_done = total, num_done, num_done
+        self.total, self._num_before, self._num_done = total, num_done, num_done
         self._is_shown = sys.stderr.isatty()
         self._begin = self._shown_at = time.monotonic()
 
     def add(self) -> None:
         """Count an answer."""
-        self._num_done += 1
+        self.reach(self._num_done + 1)
+
+    def reach(self, num_done: int) -> None:
+        """Show how many answers there are."""
+        self._num_done = num_done
         now = time.monotonic()
         if self._is_shown and now - self._shown_at > _SHOW_S:
             self._shown_at = now
-            print(f"\rengine-core: {self._num_done} of {self._total} answered", end="", file=sys.stderr, flush=True)
+            print(f"\rengine-core: {self._num_done} of {self.total} answered", end="", file=sys.stderr, flush=True)
 
     def end(self, num_failed: int, target: Path) -> None:
         """Print what was done."""

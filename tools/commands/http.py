@@ -20,7 +20,7 @@ from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.callers.keys import digest_of, read_keys
 from frontend.http.process.options import EXIT_CUT, HttpOptions
 from frontend.http.process.supervised_worker import SupervisedWorker
-from frontend.http.stored.store import MIN_STORE_BYTES, ResponseStore
+from frontend.http.stored.database import MIN_STORE_BYTES, Database
 from frontend.http.wire.listen import UNIX, bind_http, close_http, is_loopback, is_unix, url_of
 from ipc.errors import ConfigError
 from ipc.keys.signing import SigningKey
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from frontend.session import EngineHandle
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-_NEEDED = ("httptools", "uvicorn")
+_NEEDED = ("httptools", "python_multipart", "uvicorn")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -150,6 +150,21 @@ def _add_store_options(group: argparse._ArgumentGroup) -> None:
         "--store-bytes", type=bytes_argument, metavar="BYTES", help="largest size of that file; default: 1G"
     )
     group.add_argument(
+        "--store-key-bytes",
+        type=bytes_argument,
+        metavar="BYTES",
+        help="most that one key may keep in it; default: a quarter of --store-bytes",
+    )
+    group.add_argument(
+        "--max-file-bytes", type=bytes_argument, metavar="BYTES", help="largest upload to /v1/files; default: 200M"
+    )
+    group.add_argument(
+        "--batch-requests",
+        type=int,
+        metavar="N",
+        help="requests of batches that run at the same time; default: half of --max-num-seqs",
+    )
+    group.add_argument(
         "--store-days", type=float, metavar="N", help="days for which a response is kept, 0 = without end; default: 30"
     )
 
@@ -248,7 +263,7 @@ def read_store(path: str | None) -> str | None:
     """Return the absolute path of a file of stored responses. Errors: ConfigError if it cannot be used."""
     if path is None:
         return None
-    ResponseStore(os.path.abspath(path), MIN_STORE_BYTES, 0).close()  # for its errors
+    Database(os.path.abspath(path), MIN_STORE_BYTES, 0).close()  # for its errors
     return os.path.abspath(path)
 
 
@@ -309,6 +324,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         **read_wire_options(parsed),
     }
     lows = {"max_body_bytes": 1024, "max_connections": 1, "drain_timeout": 0, "store_bytes": MIN_STORE_BYTES}
+    lows |= {"store_key_bytes": 1, "max_file_bytes": 1024, "batch_requests": 1}
     for name, low in {**lows, "store_days": 0}.items():
         if (value := getattr(parsed, name)) is not None:
             if not low <= value <= 2**40:

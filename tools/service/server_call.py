@@ -1,16 +1,22 @@
-"""call_server: one request to a running HTTP server, for commands about its models."""
+"""call_server: one request to a running HTTP server, for commands that use one."""
 
+import http.client
 import json
 import os
 import urllib.error
 import urllib.request
-from typing import Any
+from collections.abc import Mapping
+from typing import IO, Any
 
 from ipc.errors import ConfigError
 from tools.flags.options import ArgumentParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 60.0
+
+
+class UnreachableError(ConfigError):
+    """No server answers, or it takes no requests now: later it may."""
 
 
 def add_url(parser: ArgumentParser) -> None:
@@ -25,20 +31,32 @@ def add_url(parser: ArgumentParser) -> None:
 
 def call_server(url: str, method: str, path: str, body: object = None) -> Any:
     """Return the JSON of an answer. Errors: ConfigError for a server that is not there, or that refuses."""
+    data = None if body is None else json.dumps(body).encode()
+    with open_server(url, method, path, data, {"content-type": "application/json"}) as answer:
+        try:
+            return json.load(answer)
+        except (OSError, ValueError) as error:
+            raise UnreachableError(f"the answer of {url} cannot be read: {error}") from None
+
+
+def open_server(url: str, method: str, path: str, data: Any, headers: Mapping[str, str]) -> IO[bytes]:
+    """Return the body of an answer, to be read and closed. data: the body of the request: bytes, parts, or None.
+
+    Errors: UnreachableError for a server that is not there; ConfigError for one that refuses.
+    """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"--url must be a URL such as {DEFAULT_URL}; got {url!r:.80}")
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get("ENGINE_CORE_API_KEY"):
-        headers["authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url.rstrip("/") + path, data, headers, method=method)
+    key = os.environ.get("ENGINE_CORE_API_KEY")
+    given = {**headers, **({"authorization": f"Bearer {key}"} if key else {})}
+    request = urllib.request.Request(url.rstrip("/") + path, data, given, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
+        opened: IO[bytes] = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
-        raise ConfigError(f"{url} answered {error.code}: {_message(error.read())}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no server with many models answers at {url}: {getattr(error, 'reason', error)}") from None
+        kind = UnreachableError if error.code == 503 else ConfigError
+        raise kind(f"{url} answered {error.code}: {_message(error.read())}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UnreachableError(f"no server answers at {url}: {getattr(error, 'reason', error)}") from None
+    return opened
 
 
 def _message(body: bytes) -> str:

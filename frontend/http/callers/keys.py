@@ -2,8 +2,8 @@
 
 A keys file has a line for each key: `NAME SHA256 [LIMIT=VALUE ...]`, with the hex digest of the key, so that the file
 reveals no key. Limits: models=a,b; concurrent=N, concurrent requests; rpm=N and tpm=N, requests and tokens a minute;
-max_tokens=N; min_priority=N. With manage=1 a key may change the models of a server with many. The file is read again
-when it changes; a file with an error changes nothing.
+max_tokens=N; min_priority=N; store_bytes=N, bytes that it may keep in the store. With manage=1 a key may change the
+models of a server with many. The file is read again when it changes; a file with an error changes nothing.
 """
 
 import hashlib
@@ -19,8 +19,9 @@ from ipc.errors import ConfigError
 
 _log = logging.getLogger("engine_core.http")
 _MAX_KEYS = 10_000
+_ALL = 1 << 62  # bytes
 _LIMIT = re.compile(r"-?[0-9]{1,18}")
-_LIMITS = ("concurrent", "rpm", "tpm", "max_tokens", "min_priority")
+_LIMITS = ("concurrent", "rpm", "tpm", "max_tokens", "min_priority", "store_bytes")
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -34,6 +35,7 @@ class Key(msgspec.Struct, frozen=True):
     tpm: int | None = None
     max_tokens: int | None = None
     min_priority: int | None = None
+    store_bytes: int | None = None
     manages: bool = False  # it may change a server's models, and say how long they stay in memory
 
 
@@ -51,7 +53,8 @@ class KeyRing:
 
     def __init__(self, digests: Iterable[str] = (), path: str | None = None) -> None:
         self._path = path
-        self._own = [Key(f"key{index}", bytes.fromhex(one), manages=True) for index, one in enumerate(digests)]
+        own = enumerate(map(bytes.fromhex, digests))
+        self._own = [Key(f"key{index}", one, manages=True, store_bytes=_ALL) for index, one in own]
         self._version: object = None
         self._keys: list[Key] = list(self._own)
         if path is not None:
@@ -70,6 +73,10 @@ class KeyRing:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
+
+    def named(self, name: str) -> Key | None:
+        """Return the key with this name, as its file has it now."""
+        return next((key for key in self._keys if key.name == name), None)
 
     def refresh(self) -> None:
         """Read the file again if it has changed. An error in it is logged, and the old keys stay valid."""

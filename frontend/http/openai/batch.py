@@ -9,8 +9,9 @@ from pathlib import Path
 from frontend.http.app import App
 from frontend.http.openai.batch_files import BatchOutput, BatchRequest, read_requests
 from frontend.http.process.options import HttpOptions
+from frontend.http.request import LocalAnswer
 from frontend.http.service import Service
-from frontend.http.wire.local_caller import LocalAnswer, LocalCaller
+from frontend.http.wire.local_caller import LocalCaller
 from frontend.session import EngineHandle
 
 _MAX_PAUSE_S = 5.0

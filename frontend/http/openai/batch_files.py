@@ -1,8 +1,4 @@
-"""Batch files in OpenAI's format: the input with one request a line, and the output with one answer a line.
-
-An input line: `{"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}`. An output line:
-`{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`, in the order of completion.
-"""
+"""Batch files: the input, which is checked and read, and the output, to which answers are added as they come."""
 
 import os
 import secrets
@@ -12,29 +8,9 @@ from typing import IO, Any
 
 import msgspec
 
-from frontend.http.wire.local_caller import LocalAnswer
+from frontend.http.openai.batch_lines import BatchRequest, answer_line, read_line, response_of
+from frontend.http.request import LocalAnswer
 from ipc.errors import ConfigError
-
-#: Of requests for tokens, then of requests for vectors and scores.
-URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
-)
-MAX_LINE_BYTES = 8 << 20
-_MAX_ID_CHARS = 512
-
-
-class BatchRequest(msgspec.Struct):
-    """One line of the input."""
-
-    custom_id: str
-    url: str
-    body: msgspec.Raw
-    method: str = "POST"
-
-
-class _BodyHead(msgspec.Struct):
-    stream: bool | None = None
 
 
 class _Done(msgspec.Struct):
@@ -44,8 +20,6 @@ class _Done(msgspec.Struct):
     response: dict[str, Any] | None = None
 
 
-_request_decoder = msgspec.json.Decoder(BatchRequest)
-_head_decoder = msgspec.json.Decoder(_BodyHead)
 _done_decoder = msgspec.json.Decoder(_Done)
 
 
@@ -54,7 +28,10 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _read_line(line, f"{path}, line {number}")
+                try:
+                    yield read_line(line)
+                except ConfigError as error:
+                    raise ConfigError(f"{path}, line {number}: {error}") from None
 
 
 def check_requests(path: Path) -> int:
@@ -90,17 +67,9 @@ class BatchOutput:
         """Add an answer, as one write."""
         is_failed = answer.status >= 400
         self.num_failed += is_failed
-        line = {
-            "id": f"batch_req_{secrets.token_hex(12)}",
-            "custom_id": custom_id,
-            "response": {
-                "status_code": answer.status,
-                "request_id": answer.headers.get(b"x-request-id", b"").decode(),
-                "body": msgspec.Raw(answer.body),
-            },
-            "error": None,
-        }
-        data = msgspec.json.encode(line) + b"\n"
+        request_id = answer.headers.get(b"x-request-id", b"").decode()
+        response = response_of(answer.status, request_id, answer.body)
+        data = answer_line(f"batch_req_{secrets.token_hex(12)}", custom_id, response)
         num_written = self._file.write(data)
         if num_written != len(data):
             raise OSError(28, "No space left on device")
@@ -152,20 +121,3 @@ def _open(path: Path) -> IO[bytes]:
         return open(path, "rb")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_line(line: bytes, where: str) -> BatchRequest:
-    try:
-        if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(f"{where}: {len(line)} bytes; at most {MAX_LINE_BYTES} are allowed")
-        request = _request_decoder.decode(line)
-        head = _head_decoder.decode(request.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where}: {error}") from None
-    if not 0 < len(request.custom_id) <= _MAX_ID_CHARS:
-        raise ConfigError(f"{where}: a custom_id has 1 to {_MAX_ID_CHARS} characters")
-    if request.method != "POST" or request.url not in URLS:
-        raise ConfigError(f"{where}: {request.method} {request.url!r:.80}; known: POST {', '.join(URLS)}")
-    if head.stream:
-        raise ConfigError(f"{where}: an answer in a file is not streamed; leave out stream")
-    return request

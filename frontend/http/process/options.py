@@ -6,6 +6,7 @@ from ipc.log_lines import LogFormat
 
 DEFAULT_MAX_BODY_BYTES = 8 << 20
 DEFAULT_STORE_BYTES = 1 << 30
+DEFAULT_MAX_FILE_BYTES = 200 << 20
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,10 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry spans; None = no spans
     store: str | None = None  # path of the file that keeps responses; None = none are kept
     store_bytes: int = DEFAULT_STORE_BYTES  # of that file
+    store_key_bytes: int | None = None  # that one key may use of them; None = a quarter
     store_days: float = 30.0  # how long a response is kept; 0 = without end
+    max_file_bytes: int = DEFAULT_MAX_FILE_BYTES  # of an upload to the store
+    batch_requests: int | None = None  # of all batches at the same time; None = half of the engine's rows
     drain_timeout: float = 60.0  # seconds for running answers when the server ends
     hang_timeout: float = (
         5.0  # seconds after which /health may call the engine hung (frontend/engine/signs.py); 0 = never

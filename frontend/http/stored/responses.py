@@ -2,8 +2,6 @@
 
 import secrets
 import time
-from collections.abc import Mapping
-from urllib.parse import parse_qs
 
 from frontend.http.bodies import Json
 from frontend.http.errors import HttpError, retry_after
@@ -14,6 +12,7 @@ from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service, tenant_of
 from frontend.http.stored import background
+from frontend.http.stored.lists import page_of, read_number, read_order, read_query
 from frontend.http.stored.runs import Follower, Kept, Run
 from frontend.http.stored.store import RUNNING, Record, ResponseStore
 
@@ -41,14 +40,14 @@ async def create_response(service: Service, request: Request) -> Reply | Respons
 
 async def get_response(service: Service, request: Request) -> Response | Follower:
     """Return a stored response, or the events of one in the background from `starting_after`."""
-    query = _query(request)
+    query = read_query(request)
     record = await _store(service).get(request.target, tenant_of(request))
     if query.get("stream") != "true":
         return Response(_shown(service, record))
     if record.content.work is None or not record.content.work.is_streamed:
         text = "only a response that was created with background: true and stream: true can be streamed again"
         raise HttpError(400, text, param="stream")
-    begin = _number(query, "starting_after", -1, low=-1, high=2**53) + 1
+    begin = read_number(query, "starting_after", -1, low=-1, high=2**53) + 1
     run = service.runs.by_id.get(record.id)
     if run is None and record.status == RUNNING:
         raise HttpError(503, "the response is about to be taken up again", headers=retry_after(1000))
@@ -83,26 +82,15 @@ async def cancel_response(service: Service, request: Request) -> Response:
 
 async def list_input_items(service: Service, request: Request) -> Response:
     """List the items that a stored response was made from, those of the responses before it among them."""
-    query = _query(request)
+    query = read_query(request)
     store = _store(service)
-    limit = _number(query, "limit", _DEFAULT_ITEMS, low=1, high=_MAX_ITEMS)
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise HttpError(400, f"order must be asc or desc; got {order!r:.40}", param="order")
+    limit = read_number(query, "limit", _DEFAULT_ITEMS, low=1, high=_MAX_ITEMS)
+    is_ascending = read_order(query)
     record = await store.get(request.target, tenant_of(request))
     items = await store.inputs(record, service.options.max_body_bytes)
-    if order == "desc":
+    if not is_ascending:
         items.reverse()
-    if (after := query.get("after")) is not None:
-        at = next((at for at, item in enumerate(items) if item.get("id") == after), None)
-        if at is None:
-            raise HttpError(400, f"after: the response has no item {after!r:.80}", param="after")
-        items = items[at + 1 :]
-    page = items[:limit]
-    ids = (
-        {"first_id": page[0].get("id"), "last_id": page[-1].get("id")} if page else {"first_id": None, "last_id": None}
-    )
-    return Response(json_bytes({"object": "list", "data": page, **ids, "has_more": len(items) > limit}))
+    return Response(json_bytes(page_of(items, query.get("after"), limit)))
 
 
 def _store(service: Service) -> ResponseStore:
@@ -120,13 +108,15 @@ async def _kept(service: Service, request: Request, body: ResponsesBody) -> Kept
     store = service.store
     if store is None or body.store is False:
         return None
-    await store.check_room()
+    tenant, most = tenant_of(request), service.shared.most_stored(request.key)
+    await store.check_room(tenant, most)
     return Kept(
         store,
         f"resp_{new_id()}",
-        tenant_of(request),
+        tenant,
         created=int(time.time()),
         previous=body.previous_response_id,
+        most=most,
         make_items=lambda: stored_items(body, new_id),
     )
 
@@ -153,21 +143,3 @@ def _shown(service: Service, record: Record) -> bytes:
 
 def _followed(service: Service, request: Request, run: Run, begin: int) -> Follower:
     return Follower(request, run, begin, lambda: service.note(request, Response(b"")))
-
-
-def _query(request: Request) -> Mapping[str, str]:
-    """Return the parameters of a request's query, the last of each name. Errors: HttpError 400."""
-    try:
-        found = parse_qs(request.query.decode("ascii"), keep_blank_values=True, max_num_fields=32)
-    except ValueError as error:
-        raise HttpError(400, f"the query cannot be read: {error}") from None
-    return {name: values[-1] for name, values in found.items()}
-
-
-def _number(query: Mapping[str, str], name: str, default: int, *, low: int, high: int) -> int:
-    text = query.get(name)
-    if text is None:
-        return default
-    if not text.isascii() or not text.removeprefix("-").isdigit() or len(text) > 17 or not low <= int(text) <= high:
-        raise HttpError(400, f"{name} must be a whole number from {low} to {high}; got {text!r:.40}", param=name)
-    return int(text)

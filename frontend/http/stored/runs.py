@@ -8,7 +8,7 @@ from frontend.http.bodies import Json
 from frontend.http.errors import HttpError
 from frontend.http.replies.answer_format import EVENT_STREAM, json_bytes
 from frontend.http.replies.reply import KEEP_ALIVE_S, STALL_S, Reply
-from frontend.http.request import Request
+from frontend.http.request import Request, WrittenAnswer
 from frontend.http.stored.store import RUNNING, Content, Record, ResponseStore, Work
 
 _EACH_WRITE = 64  # events
@@ -18,7 +18,8 @@ _NOT_EQUAL = "this answer was begun again, and did not repeat what was already s
 class Kept:
     """One response that is stored. tenant: of its caller. previous: the id of the response that it continues.
 
-    make_items: returns the items of its input, each with an id; called on the store's thread. created: Unix seconds.
+    created: Unix seconds. most: bytes that its tenant may store. make_items: returns the items of its input, each with
+    an id; called on the store's thread.
     """
 
     def __init__(
@@ -29,12 +30,13 @@ class Kept:
         *,
         created: int,
         previous: str | None,
+        most: int = 0,
         make_items: Callable[[], Sequence[Json]] = lambda: (),
     ) -> None:
         self.id, self.created, self.previous = response_id, created, previous
         self.run: Run | None = None  # if it is computed in the background
         self.tenant, self._store, self._make_items = tenant, store, make_items
-        self._num_ids = 0
+        self._num_ids, self._most = 0, most
 
     def begin(self) -> None:
         """Draw the same ids again."""
@@ -53,7 +55,7 @@ class Kept:
             content = Content(json_bytes(self._make_items()), json_bytes(response), work)
             return Record(self.id, self.tenant, self.created, status, content, self.previous)
 
-        await self._store.put(make)
+        await self._store.put(make, self._most)
 
     async def finish(self, response: Json, events: list[bytes]) -> None:
         """Store the end of a response in the background. Errors: HttpError 500, 507."""
@@ -132,7 +134,7 @@ class Runs:
         self.by_id.clear()
 
 
-class Follower:
+class Follower(WrittenAnswer):
     """A stream of the events of a run. begin: number of the first one. on_end: called when it has ended."""
 
     def __init__(self, request: Request, events: Run, begin: int, on_end: Callable[[], None]) -> None:

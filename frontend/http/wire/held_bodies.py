@@ -81,6 +81,12 @@ class HeldBody:
         bodies.most_held = max(bodies.most_held, bodies.num_bytes)
         self._num_bytes += num_bytes
 
+    def consume(self, num_bytes: int) -> None:
+        """Stop counting bytes of a body that is read part by part."""
+        num_bytes = min(num_bytes, self._num_bytes)
+        self._bodies.num_bytes -= num_bytes
+        self._num_bytes -= num_bytes
+
     def complete(self) -> None:
         """Keep counting the body, but do not refuse it for others."""
         self._bodies.unfinished.pop(self, None)

@@ -23,6 +23,7 @@ from frontend.http.wire.exchange import Exchange
 from frontend.http.wire.held_bodies import HeldBodies, HeldBody
 from frontend.http.wire.soft_transport import SoftTransport
 
+UPLOADS = b"/v1/files"
 MAX_HEAD_BYTES = 65_536
 MAX_FIELDS = 100
 _MAX_SHARE = 16  # bytes that may arrive for each byte of a body, without headers: a chunk of one byte has 6
@@ -42,6 +43,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
     max_body_bytes: int
     max_connections: int
+    max_file_bytes: int = 0  # of a body that is sent to UPLOADS, which is not kept in memory; 0 = as of every body
 
 
 class _Phase(Enum):
@@ -83,6 +85,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
         self._held: HeldBody | None = None  # the body that is being read
         self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
+        self._most = 0  # bytes of the body that is being read
         self._dropped_bytes = 0  # since this connection's last turn
         self._num_open = 0  # requests without a complete answer
         self._error: HttpError | None = None  # of the refusal that closes the connection
@@ -172,8 +175,9 @@ class HttpProtocol(HttpToolsProtocol):
         if version == "1.1" and not self._num_hosts:
             raise self._broken(400, "an HTTP/1.1 request must have a Host header")  # RFC 9112, 3.2
         length = next((int(value) for name, value in self.headers if name == b"content-length"), 0)  # parsed already
-        if length > self._bounds.max_body_bytes:
-            raise self._broken(413, f"the body has {length} bytes; {self._bounds.max_body_bytes} are allowed")
+        self._most = self._most_bytes()
+        if length > self._most:
+            raise self._broken(413, f"the body has {length} bytes; {self._most} are allowed")
         if len(self.pipeline) >= MAX_PIPELINED:
             raise self._broken(400, f"more than {MAX_PIPELINED} requests wait on this connection")
         self._phase, self._began = _Phase.BODY, time.monotonic()
@@ -188,8 +192,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Take a part of a body, up to the bound."""
         self._body_bytes += len(body)
-        if self._body_bytes > self._bounds.max_body_bytes:
-            raise self._broken(413, f"the body is longer than {self._bounds.max_body_bytes} bytes")
+        if self._body_bytes > self._most:
+            raise self._broken(413, f"the body is longer than {self._most} bytes")
         now = time.monotonic()
         self._deadline = min(self._deadline + len(body) / _MIN_BODY_RATE, now + _MAX_SILENT_S)
         if self.cycle.response_complete or self.cycle.disconnected:
@@ -322,6 +326,12 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     # --- parts --------------------------------------------------------------------------------------------------
+
+    def _most_bytes(self) -> int:
+        """Return the bound of the body whose headers are complete."""
+        bounds = self._bounds
+        is_upload = self.parser.get_method() == b"POST" and self.url.partition(b"?")[0].endswith(UPLOADS)
+        return max(bounds.max_body_bytes, bounds.max_file_bytes if is_upload else 0)
 
     def _should_upgrade(self) -> bool:
         return False

@@ -26,10 +26,11 @@ from frontend.http.served import Served
 from frontend.http.service import Service
 from frontend.http.shared import Shared
 from frontend.http.stored.background import resume
-from frontend.http.stored.store import ResponseStore
+from frontend.http.stored.database import Database
 from frontend.http.wire.exchange import Message, Receive, Send
 from frontend.http.wire.held_bodies import HeldBodies
 from frontend.http.wire.listen import close_http
+from frontend.http.wire.local_caller import LocalCaller
 from frontend.http.wire.protocol import Bounds, HttpProtocol, sweep
 from frontend.session import EngineHandle
 
@@ -56,7 +57,8 @@ class HttpServer:
         """serve: returns what is served, given what all of its models share."""
         self.has_cut = False  # running answers were cut when the server stopped
         self._drain_s = options.drain_timeout
-        self._bounds = Bounds(options.max_body_bytes, options.max_connections)
+        most_of_file = 0 if options.store is None else options.max_file_bytes
+        self._bounds = Bounds(options.max_body_bytes, options.max_connections, most_of_file)
         self._bodies = HeldBodies(max(_MAX_HELD_BYTES, 2 * options.max_body_bytes))
         self._config = _uvicorn_config(self, options)
         self._state = ServerState()
@@ -89,6 +91,8 @@ class HttpServer:
     ) -> None:
         """Serve until stop(), then end: see _end(). on_turn: called once a second, which shows that the loop turns."""
         await self._resume()
+        if self._shared.batches is not None:
+            await self._shared.batches.start(LocalCaller(self).post, self._num_lines, self._has_room)
         for one in sockets:
             self._listeners.append(await self._listen(one))
         gc.collect()
@@ -104,10 +108,23 @@ class HttpServer:
                 self._tick()
             await self._end(sockets, on_turn)
         finally:
+            if self._shared.batches is not None:
+                await self._shared.batches.close()
             self.served.close()
             self._shared.close()
             if self._store is not None:
                 self._store.close()
+
+    def _num_lines(self) -> int:
+        """Return how many requests of batches may run."""
+        given = self._shared.options.batch_requests
+        rows = [service.engine.client.welcome.limits.max_num_seqs for service in self.served.services]
+        return given or max(1, min(rows, default=1) // 2)
+
+    async def _has_room(self) -> bool:
+        """Return whether no request waits in an engine, as far as is known."""
+        read = [(await service.statistics.read())[0] for service in self.served.services]
+        return not any(one is not None and one.num_waiting for one in read)
 
     async def _listen(self, bound: socket.socket) -> asyncio.Server:
         loop = asyncio.get_running_loop()
@@ -187,9 +204,9 @@ class HttpServer:
         await asyncio.sleep(0)
 
 
-def _open_store(options: HttpOptions) -> ResponseStore | None:
-    """Return the store of responses that the options name. Errors: ConfigError."""
-    return None if options.store is None else ResponseStore(options.store, options.store_bytes, options.store_days)
+def _open_store(options: HttpOptions) -> Database | None:
+    """Return the store that the options name. Errors: ConfigError."""
+    return None if options.store is None else Database(options.store, options.store_bytes, options.store_days)
 
 
 def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:

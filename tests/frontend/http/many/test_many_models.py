@@ -203,7 +203,7 @@ def test_the_commands_list_and_unload(
     wait_for(lambda: states(many)["a"] == "unloaded")
     with pytest.raises(ConfigError, match="answered 404: the model 'zz' is not served here"):
         stop.main(["zz", *url])
-    with pytest.raises(ConfigError, match=r"no server with many models answers at http://127\.0\.0\.1:1"):
+    with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:1"):
         ps.main(["--url", "http://127.0.0.1:1"])
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from frontend.http.openai import batch
 from frontend.http.openai.batch_files import BatchOutput, BatchRequest, check_requests
-from frontend.http.wire.local_caller import LocalAnswer
+from frontend.http.request import LocalAnswer
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import ROOT, Caller, environment
 

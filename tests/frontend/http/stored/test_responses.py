@@ -20,8 +20,8 @@ from tests.frontend.http.caller import Answer, Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
 from tests.frontend.http.openai.test_responses import TOOL, events_of
 
-KEYS = {"alice": "secret-a", "bob": "secret-b"}
-ALICE, BOB = ({"authorization": f"Bearer {key}"} for key in KEYS.values())
+KEYS = {"alice": "secret-a", "bob": "secret-b", "carol": "secret-c"}
+ALICE, BOB, CAROL = ({"authorization": f"Bearer {key}"} for key in KEYS.values())
 DEMO = ("-m", str(resolve_model(None)), "--served-model-name", "demo")
 
 
@@ -29,8 +29,9 @@ DEMO = ("-m", str(resolve_model(None)), "--served-model-name", "demo")
 def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
     folder = tmp_path_factory.mktemp("store")
     lines = [f"{name} {hashlib.sha256(key.encode()).hexdigest()}" for name, key in KEYS.items()]
-    (folder / "keys").write_text("\n".join(lines))
+    (folder / "keys").write_text("\n".join(lines) + " store_bytes=9000")
     options = ("--store", str(folder / "store.db"), "--store-bytes", "1M", "--api-key-file", str(folder / "keys"))
+    options += ("--store-key-bytes", "2M")
     with serving(*FAKE, *DEMO, *options) as caller:
         yield caller
 
@@ -211,6 +212,19 @@ def test_a_full_store_is_an_error_and_no_empty_answer(storing: Caller) -> None:
         assert storing.get(f"/v1/responses/{one}", ALICE).json["metadata"] == large["metadata"]
         assert storing.call("DELETE", f"/v1/responses/{one}", None, ALICE).status == 200
     create(storing)
+
+
+def test_a_key_has_its_part_of_the_store(storing: Caller) -> None:
+    large = {"input": "Hi", "max_output_tokens": 4, "metadata": {"x": "y" * 5000}}
+    first = create(storing, CAROL, **large)
+    for more in ({}, {"stream": True}):
+        answer = storing.post("/v1/responses", {**large, **more}, CAROL)
+        failed = answer.json["error"] if answer.status != 200 else events_of(answer)[-1]["error"]
+        assert "this key has used its part of the store (9000 bytes)" in failed["message"]
+    assert storing.post("/v1/responses", {**large, "background": True}, CAROL).status == 507
+    create(storing, ALICE, **large)
+    assert storing.call("DELETE", f"/v1/responses/{first['id']}", None, CAROL).status == 200
+    create(storing, CAROL, **large)
 
 
 BEGUN: dict[str, Any] = {"max_output_tokens": 250, "ignore_eos": True, "seed": 5, "background": True}

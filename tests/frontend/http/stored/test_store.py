@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from frontend.http.errors import HttpError
-from frontend.http.stored.store import MIN_STORE_BYTES, Content, Record, ResponseStore
+from frontend.http.stored.database import MIN_STORE_BYTES, ROW_BYTES, Database
+from frontend.http.stored.store import Content, Record, ResponseStore
 from ipc.errors import ConfigError
 
-_LIMIT = 1 << 20
+_LIMIT, _ALL = 1 << 20, 1 << 40
 
 
 def record(name: str, previous: str | None = None, *, size: int = 1, age_days: float = 0) -> Record:
@@ -25,16 +26,16 @@ def record(name: str, previous: str | None = None, *, size: int = 1, age_days: f
 
 
 def using(path: Path, use: Callable[[ResponseStore], Coroutine[Any, Any, Any]], *, max_days: float = 0) -> Any:
-    store = ResponseStore(str(path), MIN_STORE_BYTES, max_days)
+    database = Database(str(path), MIN_STORE_BYTES, max_days)
     try:
-        return asyncio.run(use(store))
+        return asyncio.run(use(ResponseStore(database)))
     finally:
-        store.close()
+        database.close()
 
 
 async def put(store: ResponseStore, *records: Record) -> None:
     for one in records:
-        await store.put(lambda one=one: one)  # type: ignore[misc]
+        await store.put(lambda one=one: one, _ALL)  # type: ignore[misc]
 
 
 async def fails(work: Coroutine[Any, Any, Any], status: int, words: str) -> None:
@@ -97,17 +98,48 @@ def test_a_full_store_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
                 stored.append(name)
 
         await fails(fill(), 507, "is full")
-        await fails(store.check_room(), 507, "is full")
+        await fails(store.check_room("t", _ALL), 507, "is full")
         assert len(stored) > 10
         for name in stored:
             assert (await store.get(name, "t")).content == record(name, size=20_000).content
         for name in stored[:8]:
             await store.delete(name, "t")
-        await store.check_room()
+        await store.check_room("t", _ALL)
         await put(store, record("later"))
 
     using(tmp_path / "s", use)
     assert (tmp_path / "s").stat().st_size <= MIN_STORE_BYTES
+
+
+def test_a_tenant_has_its_part_and_no_more(tmp_path: Path) -> None:
+    path, most = tmp_path / "s", 20_000
+
+    async def store_one(store: ResponseStore, name: str, tenant: str, size: int) -> None:
+        made = msgspec.structs.replace(record(name, size=size), tenant=tenant)
+        await store.put(lambda: made, most)
+
+    async def use(store: ResponseStore) -> None:
+        await store_one(store, "a", "t", 9000)
+        await store.check_room("t", most)
+        await store_one(store, "b", "t", 9000)
+        await fails(store_one(store, "c", "t", 1000), 507, "its part of the store .20000 bytes.")
+        await store_one(store, "d", "other", 9000)
+        await store_one(store, "e", "t", 1)
+        await fails(store_one(store, "f", "t", 1), 507, "its part")
+
+    async def use_again(store: ResponseStore) -> None:
+        await store_one(store, "g", "t", 1)
+
+    async def check(store: ResponseStore) -> None:
+        await store.delete("a", "t")
+        await store.check_room("t", most)
+
+    using(path, use)
+    using(path, lambda store: fails(use_again(store), 507, "its part"))
+    using(path, check)
+    stored = change(path, f"SELECT tenant, sum(length(content) + {ROW_BYTES}) FROM responses GROUP BY tenant")
+    assert change(path, "SELECT * FROM uses ORDER BY tenant") == stored
+    assert dict(stored)["t"] > 9000
 
 
 def change(path: Path, *statements: str) -> list[Any]:
@@ -165,12 +197,12 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     change(tmp_path / "other", "CREATE TABLE t (x)")
     for path, words in (("text", "not a database"), ("other", "not a store"), ("none/s", "No such file")):
         with pytest.raises(ConfigError, match=words):
-            ResponseStore(str(tmp_path / path), MIN_STORE_BYTES, 0)
-    first = ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
+            Database(str(tmp_path / path), MIN_STORE_BYTES, 0)
+    first = Database(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
     with pytest.raises(ConfigError, match="another server uses it"):
-        ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
+        Database(str(tmp_path / "s"), MIN_STORE_BYTES, 0)
     first.close()
-    ResponseStore(str(tmp_path / "s"), MIN_STORE_BYTES, 0).close()
+    Database(str(tmp_path / "s"), MIN_STORE_BYTES, 0).close()
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
 
 
