@@ -4,6 +4,7 @@ An answer of tokens is a Reply, which the pump writes without waiting here.
 """
 
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
@@ -22,6 +23,7 @@ from frontend.http.served import Served
 from frontend.http.service import MODEL_NOT_FOUND, Service
 from frontend.http.wire.exchange import Exchange, Message, Receive, Send
 
+_NAMED = re.compile(r"\{[a-z]+\}")  # a part of a path that is not fixed
 _log = logging.getLogger("engine_core.http")
 
 
@@ -41,11 +43,12 @@ class App:
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
-        self._with_target: list[tuple[str, str, dict[str, Route]]] = []  # those with a part behind it first
+        self._with_target: list[tuple[re.Pattern[str], dict[str, Route]]] = []  # those that end in "/" last
         for path, methods in sorted(self._methods.items(), key=lambda one: "{name}" not in one[0]):
-            head, named, tail = path.partition("{name}")
-            if named or (path.endswith("/") and len(path) > 1):
-                self._with_target.append((head, tail, methods))
+            if "{" in path:
+                self._with_target.append((re.compile(_NAMED.sub("([^/]+)", path)), methods))
+            elif path.endswith("/") and len(path) > 1:
+                self._with_target.append((re.compile(f"{path}(.+)", re.DOTALL), methods))
         self._num_requests = 0  # being handled
         self._intake = Intake()
 
@@ -193,11 +196,9 @@ class App:
 
     def _prefixed(self, path: str) -> tuple[dict[str, Route] | None, str]:
         """Return the routes with a target that have this path, and the target."""
-        for head, tail, methods in self._with_target:
-            if path.startswith(head) and path.endswith(tail) and len(path) > len(head) + len(tail):
-                target = path[len(head) : len(path) - len(tail)]
-                if head in self._methods or "/" not in target:
-                    return methods, target
+        for pattern, methods in self._with_target:
+            if (found := pattern.fullmatch(path)) is not None:
+                return methods, "/".join(found.groups())
         return None, ""
 
 

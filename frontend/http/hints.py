@@ -31,7 +31,6 @@ ABSENT = {
     "moderations": "there is no model for moderation",
     "uploads": "send a file as a whole to /v1/files",
     "messages/batches": "send its requests to /v1/batches, or use `engine-core batch`",
-    "conversations": _STORES_NOTHING,
     "assistants": _STORES_NOTHING,
     "threads": _STORES_NOTHING,
     "vector_stores": _STORES_NOTHING,

@@ -20,8 +20,8 @@ class Access(Enum):
 
 
 class Route(NamedTuple):
-    """One row. For a path that ends in "/", the rest of the request's path is its target; for one with {name}, what is
-    there, without "/". access: KEY by default.
+    """One row. For a path that ends in "/", the rest of the request's path is its target; for one with {name}, maybe
+    also {item}, what is there, with a "/" between. access: KEY by default.
 
     error_body: the form of errors, if it is not OpenAI's. is_of_server: the handler is called with the Served
     instead of a Service, because it needs no model. is_upload: it reads the body itself, part by part.

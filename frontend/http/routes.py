@@ -18,7 +18,7 @@ from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response, WrittenAnswer
 from frontend.http.route import Access, Route
 from frontend.http.service import Service
-from frontend.http.stored import batch_pages, file_pages, responses
+from frontend.http.stored import batch_pages, conversation_pages, file_pages, responses
 
 _Handler = Callable[[Service, Request], Awaitable[Response | Reply | WrittenAnswer]]
 _Row = tuple[str, str, _Handler, type[msgspec.Struct] | None]
@@ -43,15 +43,29 @@ _LLAMA_CPP: tuple[_Row, ...] = (
     ("POST", "/props", llama_cpp.refuse_props, None),
     ("GET", "/slots", llama_cpp.get_slots, None),
 )
+_CONVERSATIONS = tuple(
+    Route(method, f"/v1/conversations{path}", handler, body=body, is_of_server=True)
+    for method, path, handler, body in (
+        ("POST", "", conversation_pages.create_conversation, conversation_pages.ConversationBody),
+        ("GET", "/{name}", conversation_pages.get_conversation, None),
+        ("POST", "/{name}", conversation_pages.update_conversation, conversation_pages.ConversationBody),
+        ("DELETE", "/{name}", conversation_pages.delete_conversation, None),
+        ("GET", "/{name}/items", conversation_pages.list_items, None),
+        ("POST", "/{name}/items", conversation_pages.create_items, conversation_pages.ItemsBody),
+        ("GET", "/{name}/items/{item}", conversation_pages.get_item, None),
+        ("DELETE", "/{name}/items/{item}", conversation_pages.delete_item, None),
+    )
+)
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
     Route("POST", "/v1/completions", completions.create_completion, body=CompletionBody),
     Route("POST", "/v1/responses", responses.create_response, body=ResponsesBody),
-    Route("GET", "/v1/responses/{name}", responses.get_response),
-    Route("DELETE", "/v1/responses/{name}", responses.delete_response),
-    Route("GET", "/v1/responses/{name}/input_items", responses.list_input_items),
-    Route("POST", "/v1/responses/{name}/cancel", responses.cancel_response),
+    Route("GET", "/v1/responses/{name}", responses.get_response, is_of_server=True),
+    Route("DELETE", "/v1/responses/{name}", responses.delete_response, is_of_server=True),
+    Route("GET", "/v1/responses/{name}/input_items", responses.list_input_items, is_of_server=True),
+    Route("POST", "/v1/responses/{name}/cancel", responses.cancel_response, is_of_server=True),
+    *_CONVERSATIONS,
     Route("POST", "/v1/files", file_pages.create_file, is_of_server=True, is_upload=True),
     Route("GET", "/v1/files", file_pages.list_files, is_of_server=True),
     Route("GET", "/v1/files/{name}", file_pages.get_file, is_of_server=True),

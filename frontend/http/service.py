@@ -22,6 +22,7 @@ from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
 from frontend.http.shared import Shared
+from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
 from frontend.text.chat_template import render_chat
@@ -154,12 +155,7 @@ class Service:
 
     async def check_size(self, request: Request) -> None:
         """Check that a body can be decoded in a short time. Errors: HttpError 400."""
-        body, most_values = request.body, max(MAX_VALUES, 2 * self.max_model_len)
-        if len(body) <= _QUICK_BODY_BYTES or is_small(body, MAX_FIELDS, most_values):
-            return
-        if not await self.run(request, lambda: has_few_values(body, MAX_FIELDS, most_values)):
-            text = f"the body has more than {MAX_FIELDS} arrays, objects and fields, or {most_values} values"
-            raise HttpError(400, f"{text}: send several requests")
+        await check_values(self.turns, request, max(MAX_VALUES, 2 * self.max_model_len))
 
     def check_text(self, text: str) -> None:
         """Check that a text is short enough to be tokenized. Errors: HttpError 400, PromptTooLongError."""
@@ -343,6 +339,16 @@ def _salted(prompt: PromptInput, salt: str) -> PromptInput:
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
 _LOOKED_AT = 1 << 18  # bytes, between two checks of the counts
 _COMMA, _QUOTE = b',"'
+
+
+async def check_values(turns: Turns, request: Request, most_values: int = MAX_VALUES) -> None:
+    """Check that a body can be decoded in a short time. Errors: HttpError 400."""
+    body = request.body
+    if len(body) <= _QUICK_BODY_BYTES or is_small(body, MAX_FIELDS, most_values):
+        return
+    if not await turns.run(tenant_of(request), len(body), lambda: has_few_values(body, MAX_FIELDS, most_values)):
+        text = f"the body has more than {MAX_FIELDS} arrays, objects and fields, or {most_values} values"
+        raise HttpError(400, f"{text}: send several requests")
 
 
 def is_small(body: bytes, most_fields: int, most_values: int) -> bool:

@@ -12,6 +12,7 @@ from frontend.http.process.options import HttpOptions
 from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response
 from frontend.http.stored.batch_runs import Batches
+from frontend.http.stored.conversations import ConversationStore
 from frontend.http.stored.database import MIN_STORE_BYTES, Database
 from frontend.http.stored.files import FileStore
 from frontend.http.stored.runs import Runs
@@ -29,7 +30,9 @@ class Shared:
 
     def __init__(self, options: HttpOptions, database: Database | None = None) -> None:
         self.options = options
-        self.store, self.runs = None if database is None else ResponseStore(database), Runs()
+        self.conversations = None if database is None else ConversationStore(database)
+        self.store = None if self.conversations is None else ResponseStore(self.conversations)
+        self.runs = Runs()
         self.files = None if database is None else FileStore(database)
         self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
         self.created = int(time.time())

@@ -70,6 +70,7 @@ def serve(port: int, folder: Path) -> subprocess.Popen[bytes]:
     demo = json.dumps(str(resolve_model(None)))
     path.write_text('memory = "1200M"\n' + "".join(table.format(name, demo) for name in MODELS))
     command = [sys.executable, "-m", "tools.cli", "serve", "--models", path, "--http", f"127.0.0.1:{port}"]
+    command += ["--store", folder / "store.db"]
     server = subprocess.Popen(command, cwd=ROOT)
     end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:

@@ -41,7 +41,7 @@ def serve_models(parsed: argparse.Namespace, options: dict[str, Any], tell: Call
         raise ConfigError("--models is served over HTTP: add --port 8000, or --http HOST:PORT")
     given = {"MODEL": options.pop("model", None), "--served-model-name": parsed.served_model_name or None}
     given |= {"--standby": None if parsed.standby == StandbyKind.NO.value else parsed.standby}
-    others = ("listen", "store", "metrics", "owner_file")
+    others = ("listen", "metrics", "owner_file")
     given |= {"--" + name.replace("_", "-"): getattr(parsed, name) for name in others}
     for name, value in given.items():
         if value is not None:

@@ -82,9 +82,9 @@ _OTHERS: dict[Callable[[HttpError], bytes], _Dialect] = {
 
 async def wait_for_model(request: Request, asked: Asked, loaded: "asyncio.Future[None]") -> None:
     """Wait until a model is loaded. Errors: HttpError of the future; 499 if the caller leaves."""
-    assert request.row is not None, request.path
     dialect = _OTHERS.get(request.error_body, _OPENAI)
-    fields = () if request.row.body is None else request.row.body.__struct_fields__
+    body = None if request.row is None else request.row.body  # a response in the background has no row
+    fields = () if body is None else body.__struct_fields__
     by_default = request.error_body is ollama.error_body
     is_streamed = "stream" in fields and (asked.stream is True or (asked.stream is None and by_default))
     request.exchange.on_left = lambda: _leave(loaded)

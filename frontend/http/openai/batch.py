@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from frontend.http.app import App
-from frontend.http.openai.batch_files import BatchOutput, BatchRequest, read_requests
+from frontend.http.openai.batch_files import BatchOutput, read_requests
+from frontend.http.openai.batch_lines import BatchRequest
 from frontend.http.process.options import HttpOptions
 from frontend.http.request import LocalAnswer
 from frontend.http.service import Service

@@ -58,8 +58,10 @@ class ResponsesFormat(StoredFormat):
             "previous_response_id": body.previous_response_id,
             "store": kept is not None,
             "background": self._run is not None,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
         }
+        if kept is not None and kept.conversation is not None:
+            self._fields["conversation"] = {"id": kept.conversation}
         scanner = prepared.scanners[0] if prepared.scanners else None
         draw = new_id if kept is None else kept.draw
         self._items = ResponseItems(scanner, CallIds(prepared.id_length, draw=draw), draw)

@@ -11,7 +11,6 @@ _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 #: Field -> what to do instead.
 _REFUSED = {
-    "conversation": "send the earlier items in `input`, or the previous_response_id",
     "prompt": "send the text of the prompt",
     "max_tool_calls": "there are no built-in tools",
     "previous_response": "send the earlier items in `input`",
@@ -44,9 +43,9 @@ class ResponsesBody(ChatFields, kw_only=True):
     store: bool | None = None
     previous_response_id: str | None = None
     background: bool | None = None
+    conversation: str | Json | None = None  # the id of a conversation, or an object with it
 
     # Refused by name.
-    conversation: Any = None
     prompt: Any = None
     max_tool_calls: Any = None
     previous_response: Any = None
@@ -69,13 +68,13 @@ def chat_of(body: ResponsesBody, note: Note, history: Sequence[Json] = ()) -> Ch
     for name, instead in _REFUSED.items():
         if getattr(body, name):
             raise HttpError(400, f"{name} is not supported: {instead}", param=name)
-    if body.truncation not in (None, "disabled"):
-        raise HttpError(400, "truncation is not supported: no prompt is cut", param="truncation")
+    if body.truncation not in (None, "disabled", "auto"):
+        text = f"truncation must be auto or disabled; got {body.truncation!r:.40}"
+        raise HttpError(400, text, param="truncation")
     if body.top_logprobs and not shows_logprobs(body):
         raise HttpError(400, f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    for index, item in enumerate([*history, *items], -len(history)):
+    for index, item in enumerate([*history, *items_of(body)], -len(history)):
         if is_hosted_item(item.get("type")):
             note(f"items of type {item['type']!r:.60}")
         else:
@@ -99,7 +98,44 @@ def chat_of(body: ResponsesBody, note: Note, history: Sequence[Json] = ()) -> Ch
 
 def stored_items(body: ResponsesBody, draw: Callable[[], str]) -> list[Json]:
     """Return the items of a body's input as they are stored, each with an id. draw: returns a new id."""
-    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    return with_ids(items_of(body), draw)
+
+
+def items_of(body: ResponsesBody) -> list[Json]:
+    """Return the items of a body's input."""
+    return [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+
+
+def conversation_of(body: ResponsesBody) -> str | None:
+    """Return the id of the conversation that a response belongs to; None = of none. Errors: HttpError 400."""
+    given = body.conversation.get("id") if isinstance(body.conversation, dict) else body.conversation
+    if body.conversation is None:
+        return None
+    if not isinstance(given, str):
+        raise HttpError(400, "conversation must be an id, or an object with an id", param="conversation")
+    if body.previous_response_id is not None:
+        text = "conversation and previous_response_id exclude each other: each names the earlier items"
+        raise HttpError(400, text, param="conversation")
+    return given
+
+
+def check_items(items: Sequence[Json]) -> None:
+    """Check that items can be in a history. Errors: HttpError 400."""
+    messages: list[Json] = []
+    for index, item in enumerate(items):
+        if not is_hosted_item(item.get("type")):
+            _add_item(messages, item, f"items[{index}]")
+
+
+def last_items(items: Sequence[Json], num_dropped: int) -> list[Json]:
+    """Return items without the first ones, and without results whose calls are among these."""
+    kept = items[num_dropped:]
+    calls = {item.get("call_id") for item in kept if item.get("type") == "function_call"}
+    return [item for item in kept if item.get("type") != "function_call_output" or item.get("call_id") in calls]
+
+
+def with_ids(items: Sequence[Json], draw: Callable[[], str]) -> list[Json]:
+    """Return items as they are stored, each with an id. draw: returns a new id."""
     found = []
     for item in items:
         kind, content = item.get("type", "message"), item.get("content")

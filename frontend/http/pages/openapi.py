@@ -1,5 +1,6 @@
 """/openapi.json: the description of all routes, generated from the routing table and the bodies' types."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,14 +55,16 @@ def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
     for route in routes:
         ends_in_target = route.path.endswith("/") and len(route.path) > 1
         path = f"{route.path}{{name}}" if ends_in_target else route.path
-        takes_target = "{name}" in path
+        targets = re.findall(r"{([a-z]+)}", path)
         operation: dict[str, Any] = {
             "summary": (route.handler.__doc__ or "").splitlines()[0],
             "responses": {"200": {"description": "the answer"}, "default": _error_of(route)},
             "security": [{"key": []}] if route.access.value == "key" else [],
         }
-        if takes_target:
-            operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        if targets:
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in targets
+            ]
         if route.body is not None:
             operation["requestBody"] = {
                 "required": True,

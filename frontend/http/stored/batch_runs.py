@@ -10,10 +10,9 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -23,6 +22,7 @@ from frontend.http.openai.batch_lines import MAX_LINE_BYTES, BatchRequest, answe
 from frontend.http.request import LocalAnswer
 from frontend.http.stored.batch_store import CANCELLING, FINALIZING, RUNNING, VALIDATING, Batch, BatchStore, Problem
 from frontend.http.stored.files import FileStore
+from frontend.http.stored.slots import Slots
 from frontend.http.turns import Turns
 from ipc.errors import ConfigError
 
@@ -34,8 +34,10 @@ _MAX_PROBLEMS = 20
 _MAX_RUNNING = 16  # batches at the same time
 _TIDY_S = 600.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0  # before a line that was refused is sent again
+_LONG_BYTES = 64 << 10  # of a line that is read on a thread
 _LOOK_S = 0.1  # while requests of callers wait
 _MOST_PRIORITY = 2**31 - 1
+_T = TypeVar("_T")
 _log = logging.getLogger("engine_core.http")
 
 
@@ -46,43 +48,6 @@ class Post(Protocol):
         self, path: str, body: bytes, *, key: Key | None = None, request_id: str | None = None
     ) -> LocalAnswer:
         """Return the answer to a POST of JSON."""
-
-
-class Slots:
-    """Places for work, which tenants get in turns. most: returns how many there are now."""
-
-    def __init__(self, most: Callable[[], int]) -> None:
-        self._most = most
-        self._num_taken = 0
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in the order of their turns
-
-    async def take(self, tenant: str) -> None:
-        """Wait for a place, and take it."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        self._admit()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give()
-            raise
-
-    def give(self) -> None:
-        """Give a place back."""
-        self._num_taken -= 1
-        self._admit()
-
-    def _admit(self) -> None:
-        while self._waiting and self._num_taken < self._most():
-            tenant = next(iter(self._waiting))
-            mine = self._waiting.pop(tenant)
-            turn = mine.popleft()
-            if mine:
-                self._waiting[tenant] = mine
-            if not turn.done():
-                self._num_taken += 1
-                turn.set_result(None)
 
 
 class Batches:
@@ -260,7 +225,7 @@ class BatchRun:
         async for lines in self._lines():
             plan.total += len(lines)
             size = sum(len(line) for _, line in lines)
-            problems += await self._all.turns.run(self.batch.tenant, size, partial(self._check, lines, seen))
+            problems += await self._in_turn(size, partial(self._check, lines, seen))
             if plan.total > MAX_LINES:
                 problems.append(Problem("too_many_requests", f"a batch has at most {MAX_LINES} requests"))
             if len(problems) >= _MAX_PROBLEMS:
@@ -318,9 +283,9 @@ class BatchRun:
     async def _answer(self, number: int, line: bytes) -> None:
         """Answer one line, with a place that was taken, and store the answer. Errors: HttpError; _InvalidError."""
         holds, lines, tenant = True, self._all.lines, self.batch.tenant
-        request, pause_s = read_line(line), _FIRST_PAUSE_S
-        body = own_body(request, self.batch.id, number)
+        pause_s = _FIRST_PAUSE_S
         try:
+            request, body = await self._read(number, line)
             while True:
                 answer = await self._ask(request.url, body, number)
                 if answer.status not in (429, 503) or answer.headers.get(b"x-should-retry") == b"false":
@@ -339,6 +304,27 @@ class BatchRun:
         finally:
             if holds:
                 lines.give()
+
+    async def _read(self, number: int, line: bytes) -> tuple[BatchRequest, bytes]:
+        """Return a line's request, and its body as it is sent."""
+
+        def read() -> tuple[BatchRequest, bytes]:
+            request = read_line(line)
+            return request, own_body(request, self.batch.id, number)
+
+        if len(line) <= _LONG_BYTES:
+            return read()
+        return await self._in_turn(len(line), read)
+
+    async def _in_turn(self, size: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`, run on a thread as soon as there is room for it. size: bytes of its input."""
+        while True:
+            try:
+                return await self._all.turns.run(self.batch.tenant, size, work)
+            except HttpError as error:
+                if error.status != 503:
+                    raise
+            await asyncio.sleep(_MAX_PAUSE_S)
 
     async def _ask(self, url: str, body: bytes, number: int) -> LocalAnswer:
         """Send a line to the server's handlers, once no caller waits. Errors: _InvalidError if its key is gone."""
@@ -370,8 +356,8 @@ class BatchRun:
             async for lines in self._lines():
                 for number, line in lines:
                     if number not in done and self.batch.plan.total:
-                        custom_id = read_line(line).custom_id
-                        made = answer_line(self._line_id(number), custom_id, None, error)
+                        request, _ = await self._read(number, line)
+                        made = answer_line(self._line_id(number), request.custom_id, None, error)
                         await self._store(number, made, is_error=True)
 
     def _line_id(self, number: int) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from frontend.http.bodies import Json
 from frontend.http.errors import HttpError
@@ -17,6 +18,7 @@ _NOT_EQUAL = "this answer was begun again, and did not repeat what was already s
 
 class Kept:
     """One response that is stored. tenant: of its caller. previous: the id of the response that it continues.
+    conversation: the id of the one that it belongs to.
 
     created: Unix seconds. most: bytes that its tenant may store. make_items: returns the items of its input, each with
     an id; called on the store's thread.
@@ -30,10 +32,11 @@ class Kept:
         *,
         created: int,
         previous: str | None,
+        conversation: str | None = None,
         most: int = 0,
         make_items: Callable[[], Sequence[Json]] = lambda: (),
     ) -> None:
-        self.id, self.created, self.previous = response_id, created, previous
+        self.id, self.created, self.previous, self.conversation = response_id, created, previous, conversation
         self.run: Run | None = None  # if it is computed in the background
         self.tenant, self._store, self._make_items = tenant, store, make_items
         self._num_ids, self._most = 0, most
@@ -52,7 +55,9 @@ class Kept:
         status = response["status"] if work is None else RUNNING
 
         def make() -> Record:
-            content = Content(json_bytes(self._make_items()), json_bytes(response), work)
+            content = Content(
+                json_bytes(self._make_items()), json_bytes(response), work, conversation=self.conversation
+            )
             return Record(self.id, self.tenant, self.created, status, content, self.previous)
 
         await self._store.put(make, self._most)
@@ -74,6 +79,7 @@ class Run:
         self.events: list[bytes] = []
         self.is_ended = False
         self.reply: Reply | None = None
+        self.computed = asyncio.Event()  # the reply has ended
         self.news: set[asyncio.Event] = set()  # of those who follow it
         self.task: asyncio.Task[None] | None = None
         self._at = 0
@@ -118,15 +124,18 @@ class Run:
 
 
 class Runs:
-    """The background responses of one server by id."""
+    """The background responses of one server by id. find: returns the Service that answers a request."""
+
+    find: Callable[[Request], Awaitable[Any]]
 
     def __init__(self) -> None:
         self.by_id: dict[str, Run] = {}
-        self.is_closed = False
+        self.keeper: asyncio.Task[None] | None = None  # of those that wait to be taken up
 
     def close(self) -> None:
         """Stop. The responses are taken up again by the next server, or by this one with another engine."""
-        self.is_closed = True
+        if self.keeper is not None:
+            self.keeper.cancel()
         for run in list(self.by_id.values()):
             if run.task is not None:
                 run.task.cancel()

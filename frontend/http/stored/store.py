@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from frontend.http.errors import HttpError
-from frontend.http.stored.database import Database, damaged, digest_of
+from frontend.http.stored.conversations import ConversationStore
+from frontend.http.stored.database import damaged, digest_of
 
 #: Most responses before one, and how many are removed in one step.
 _MAX_EARLIER, _EACH_PURGE = 4096, 500
@@ -23,7 +24,8 @@ class Work(msgspec.Struct):
     """What a background response is computed from. body: the request's. model: the name in the answer.
 
     seed: of its draws. prompt: its token ids. fingerprint: of the model and its arithmetic. is_streamed: whether its
-    events were promised to the caller.
+    events were promised to the caller. last_item: number of the last item of its conversation when it began; -1 = there
+    was none.
     """
 
     body: bytes
@@ -32,18 +34,21 @@ class Work(msgspec.Struct):
     prompt: list[int]
     fingerprint: str
     is_streamed: bool
+    last_item: int = -1
 
 
 class Content(msgspec.Struct):
     """The content of a row. input: the request's own items, as JSON. response: the answer as JSON.
 
-    work: of a background response. events: those of its stream, compressed.
+    work: of a background response. events: those of its stream, compressed. conversation: the id of the one that its
+    items are added to.
     """
 
     input: bytes
     response: bytes
     work: Work | None = None
     events: bytes | None = None
+    conversation: str | None = None
 
 
 class Record(msgspec.Struct):
@@ -68,11 +73,12 @@ class _Output(msgspec.Struct):
 
 
 class ResponseStore:
-    """See the module's docstring."""
+    """See the module's docstring. The end of a response is stored together with its items in a conversation."""
 
-    def __init__(self, database: Database) -> None:
-        self._database, self._sql, self._run = database, database.sql, database.run
-        database.purges.append(self._purge)
+    def __init__(self, conversations: ConversationStore) -> None:
+        self._conversations, self._database = conversations, conversations.database
+        self._sql, self._run = self._database.sql, self._database.run
+        self._database.purges.append(self._purge)
 
     async def get(self, response_id: str, tenant: str) -> Record:
         """Return a response. Errors: HttpError 404, 500."""
@@ -160,9 +166,11 @@ class ResponseStore:
         content = msgspec.msgpack.encode(record.content)
         self._database.check_use(record.tenant, len(content), most)
         row = (record.id, record.tenant, record.previous, record.created, record.status)
-        self._sql.execute(
-            "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?, ?)", (*row, content, digest_of(row, content))
-        )
+        with self._database.transaction():
+            self._sql.execute(
+                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, 0, ?, ?)", (*row, content, digest_of(row, content))
+            )
+            self._converse(record.tenant, record.status, record.content)
         self._database.note(record.tenant)
 
     def _finish(self, response_id: str, status: str, response: bytes, events: list[bytes]) -> bool:
@@ -173,12 +181,20 @@ class ResponseStore:
         content.response = response
         content.events = zlib.compress(b"".join(events)) if events else None
         data, row = msgspec.msgpack.encode(content), (*found[:4], status)
-        self._sql.execute(
-            "UPDATE responses SET status = ?, content = ?, digest = ? WHERE id = ?",
-            (status, data, digest_of(row, data), response_id),
-        )
+        with self._database.transaction():
+            self._sql.execute(
+                "UPDATE responses SET status = ?, content = ?, digest = ? WHERE id = ?",
+                (status, data, digest_of(row, data), response_id),
+            )
+            self._converse(found[1], status, content)
         self._database.note(found[1])
         return True
+
+    def _converse(self, tenant: str, status: str, content: Content) -> None:
+        """Add the items of a response that has its answer to its conversation."""
+        if content.conversation is not None and status in CONTINUABLE:
+            output = msgspec.json.decode(content.response, type=_Output).output
+            self._conversations.append(content.conversation, tenant, [*msgspec.json.decode(content.input), *output])
 
     def _delete(self, response_id: str, tenant: str) -> None:
         record: Record | None = self._get(response_id, tenant)

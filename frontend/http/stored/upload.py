@@ -3,6 +3,7 @@
 Its small fields are kept, and the content of its one file is passed on, so that a large file takes no memory.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from frontend.http.errors import HttpError
 
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
 _MAX_NAME_CHARS = 512
+_AT_ONCE = 16 << 10  # bytes that are parsed in one turn: up to 5 ms, if they are chosen to take long
 FILE_FIELD = "file"
 
 
@@ -118,7 +120,9 @@ async def read_form(
     try:
         parser = MultipartParser(boundary, form.callbacks())
         async for part in parts:
-            parser.write(part)
+            for at in range(0, len(part), _AT_ONCE):
+                parser.write(part[at : at + _AT_ONCE])
+                await asyncio.sleep(0)
             while len(form.arrived) >= size:
                 await take(bytes(form.arrived[:size]))
                 del form.arrived[:size]

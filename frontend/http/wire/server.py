@@ -83,8 +83,7 @@ class HttpServer:
         self._resuming = asyncio.get_running_loop().create_task(self._resume())
 
     async def _resume(self) -> None:
-        for service in self.served.services:
-            await resume(service)
+        await resume(self.served)
 
     async def serve(
         self, sockets: Sequence[socket.socket], on_ready: Callable[[], None], on_turn: Callable[[], None] = lambda: None

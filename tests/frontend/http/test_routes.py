@@ -61,7 +61,7 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
 def test_a_path_of_what_is_not_here_is_told_what_there_is(served: Caller) -> None:
     for path, told in (
         ("/v1/audio/speech", "answers with text"),
-        ("/v1/conversations/conv_1", "not stored here"),
+        ("/v1/threads/thread_1", "not stored here"),
         ("/v1/messages/batches", "engine-core batch"),
         ("/v1/load_lora_adapter", "engine-core control"),
         ("/sleep", "engine-core control"),

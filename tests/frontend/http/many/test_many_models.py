@@ -15,8 +15,10 @@ from frontend.http.callers.keys import digest_of
 from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving, wait_for
+from tests.frontend.http.stored.test_batches import answers, begin, ended, lines_of
 from tools.commands import ps, serve, stop
 
+OWNER = {"authorization": "Bearer owner"}
 _OF_ALL = """
 model = "{model}"
 executor = "fake"
@@ -44,7 +46,8 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
         '[models.absent]\nmodel = "org/absent"\n',
     )
     path.write_text('memory = "700M"\n' + "".join(models))
-    with serving("--models", str(path), "--api-key-file", str(folder / "keys")) as caller:
+    store = ("--store", str(folder / "store.db"))
+    with serving("--models", str(path), "--api-key-file", str(folder / "keys"), *store) as caller:
         yield caller
 
 
@@ -211,7 +214,6 @@ def test_the_commands_list_and_unload(
     ("words", "message"),
     [
         (["--models", "org/a"], "add --port 8000"),
-        (["--models", "org/a", "--port", "0", "--store", "x"], "--store does not go together with --models"),
         (["org/b", "--models", "org/a", "--port", "0"], "MODEL does not go together"),
         (["--models", "org/a", "--port", "0", "--standby", "import"], "--standby does not go"),
         (["--models", " , ", "--port", "0"], "--models takes a TOML file"),
@@ -234,6 +236,32 @@ def test_the_death_of_one_engine_does_not_disturb_the_others(many: Caller) -> No
     os.kill(killed, signal.SIGKILL)
     assert [stream.read() for stream in streams] == [alone, alone]
     assert others & set(processes(many.process.pid, "core"))
+
+
+def test_what_is_stored_is_of_all_models(many: Caller) -> None:
+    """A response in the background keeps its model, and loads it again; a batch has lines for several models."""
+    unload(many, "a", "b", "vectors")
+    body = {"model": "a", "input": "Hi", "max_output_tokens": 100, "ignore_eos": True, "seed": 5}
+    wanted = post(many, "/v1/responses", {**body, "store": False}).json["output"][0]["content"]
+    begun = post(many, "/v1/responses", {**body, "background": True}).json
+    path = f"/v1/responses/{begun['id']}"
+    assert post(many, "/api/generate", {"model": "a", "keep_alive": 0}).json["done_reason"] == "unload"
+    assert states(many)["a"] != "unloaded"
+    (worker,) = processes(many.process.pid, "frontend.http")
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: processes(many.process.pid, "frontend.http") not in ([], [worker]))
+    wait_for(lambda: post(many, path, None, method="GET").json["status"] == "incomplete")
+    assert post(many, path, None, method="GET").json["output"][0]["content"] == wanted
+    later = {"model": "b", "input": "And?", "max_output_tokens": 4, "previous_response_id": begun["id"]}
+    assert post(many, "/v1/responses", later).json["model"] == "b"
+    unload(many, "a", "b")
+    asked = {"prompt": "p", "max_tokens": 3}
+    data = lines_of(*((name, "/v1/completions", {**asked, "model": name}) for name in ("a", "b", "zz")))
+    made = begin(many, data, "/v1/completions", OWNER)
+    found = ended(many, made["id"], OWNER)
+    assert found["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    lines = answers(many, found["output_file_id"], OWNER)
+    assert [one["response"]["body"]["model"] for one in lines] == ["a", "b"]
 
 
 def test_the_engines_survive_the_http_server(many: Caller) -> None:

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from frontend.http.openai import batch
-from frontend.http.openai.batch_files import BatchOutput, BatchRequest, check_requests
+from frontend.http.openai.batch_files import BatchOutput, check_requests
+from frontend.http.openai.batch_lines import BatchRequest
 from frontend.http.request import LocalAnswer
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import ROOT, Caller, environment

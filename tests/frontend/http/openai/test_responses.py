@@ -116,7 +116,8 @@ def test_a_schema(served: Caller) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
         ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from frontend.http.errors import HttpError
+from frontend.http.stored.conversations import ConversationStore
 from frontend.http.stored.database import MIN_STORE_BYTES, ROW_BYTES, Database
 from frontend.http.stored.store import Content, Record, ResponseStore
 from ipc.errors import ConfigError
@@ -28,7 +29,7 @@ def record(name: str, previous: str | None = None, *, size: int = 1, age_days: f
 def using(path: Path, use: Callable[[ResponseStore], Coroutine[Any, Any, Any]], *, max_days: float = 0) -> Any:
     database = Database(str(path), MIN_STORE_BYTES, max_days)
     try:
-        return asyncio.run(use(ResponseStore(database)))
+        return asyncio.run(use(ResponseStore(ConversationStore(database))))
     finally:
         database.close()
 
