@@ -34,6 +34,7 @@ _MAX_PROBLEMS = 20
 _MAX_RUNNING = 16  # batches at the same time
 _TIDY_S = 600.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0  # before a line that was refused is sent again
+_STORE_AGAIN_S = 5.0
 _LONG_BYTES = 64 << 10  # of a line that is read on a thread
 _LOOK_S = 0.1  # while requests of callers wait
 _MOST_PRIORITY = 2**31 - 1
@@ -194,13 +195,16 @@ class BatchRun:
         await self._all.store.finish(batch)
 
     async def _fail(self, *problems: Problem) -> None:
-        """End the batch with an error. If that cannot be stored, this server alone says it."""
+        """End the batch with an error. As long as that cannot be stored, this server alone says it."""
         self.batch.plan.problems = list(problems)
         _log.error("the batch %s: %s", self.batch.id, problems[0].message)
-        try:
-            await self._finish("failed")
-        except HttpError as error:
-            _log.error("the end of the batch %s is not stored: %s", self.batch.id, error)
+        while True:
+            try:
+                await self._finish("failed")
+                return
+            except HttpError as error:
+                _log.error("the end of the batch %s is not stored yet: %s", self.batch.id, error)
+            await asyncio.sleep(_STORE_AGAIN_S)
 
     # --- its lines ---
 

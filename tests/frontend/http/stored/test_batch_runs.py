@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from frontend.http.callers.keys import Key, KeyRing
+from frontend.http.errors import HttpError
 from frontend.http.openai.batch_lines import BatchRequest, read_line
 from frontend.http.request import LocalAnswer
+from frontend.http.stored import batch_runs
 from frontend.http.stored.batch_runs import PRIORITY, Batches, own_body
 from frontend.http.stored.batch_store import VALIDATING, Batch, Plan
 from frontend.http.stored.database import MIN_STORE_BYTES, Database
@@ -277,6 +279,32 @@ def test_a_full_store_ends_the_batch_with_what_it_has(tmp_path: Path) -> None:
         assert (shown["status"], shown["errors"]["data"][0]["code"]) == ("failed", "insufficient_storage")
         assert words in shown["errors"]["data"][0]["message"]
         assert 3 < shown["request_counts"]["completed"] < 20
+
+
+def test_an_end_that_cannot_be_stored_is_shown_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(batch_runs, "_STORE_AGAIN_S", 0.001)
+
+    async def run() -> None:
+        async with serving(tmp_path / "s", echo) as server:
+            finish, is_full = server.batches.store.finish, True
+
+            async def maybe(batch: Batch) -> None:
+                if is_full:
+                    raise HttpError(507, "the store is full")
+                await finish(batch)
+
+            monkeypatch.setattr(server.batches.store, "finish", maybe)
+            await server.create([b"{}\n"])
+            while not caplog.text.count("is not stored yet: the store is full") > 1:
+                await asyncio.sleep(0.001)
+            assert server.batches.runs["b"].batch.status == "failed"
+            assert (await server.batches.store.get("b", "")).status == "validating"
+            is_full = False
+            assert (await server.end()).status == "failed"
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("table", ["parts", "batches"])
