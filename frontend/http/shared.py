@@ -17,6 +17,7 @@ from frontend.http.stored.database import MIN_STORE_BYTES, Database
 from frontend.http.stored.files import FileStore
 from frontend.http.stored.runs import Runs
 from frontend.http.stored.store import ResponseStore
+from frontend.http.stored.upload import Uploads
 from frontend.http.turns import Turns
 from frontend.text.request_templates import RequestTemplates
 from ipc.keys.signing import SigningKey
@@ -32,7 +33,7 @@ class Shared:
         self.options = options
         self.conversations = None if database is None else ConversationStore(database)
         self.store = None if self.conversations is None else ResponseStore(self.conversations)
-        self.runs = Runs()
+        self.runs, self.uploads = Runs(), Uploads()
         self.files = None if database is None else FileStore(database)
         self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
         self.created = int(time.time())

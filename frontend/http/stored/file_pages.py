@@ -25,33 +25,38 @@ async def create_file(served: Served, request: Request) -> Response:
     """Store a file: a form with `purpose` and `file`, and maybe `expires_after[seconds]`."""
     files, tenant, most = files_of(served), tenant_of(request), served.shared.most_stored(request.key)
     await files.database.check_room(tenant, most)
-    now = int(time.time())
-    file = File(f"file-{new_id()}", tenant, now, NEVER, UPLOADING, FileInfo("", ""))
-    assert request.parts is not None, "the body is read here"
-    await files.put(file, most)
+    file = File(f"file-{new_id()}", tenant, int(time.time()), NEVER, UPLOADING, FileInfo("", ""))
+    with served.shared.uploads.begin(tenant):
+        await files.put(file, most)
+        try:
+            await _read_file(request, files, file, most)
+            await files.change(file)
+        except BaseException:
+            await asyncio.shield(files.remove(file.id))
+            raise
+    return Response(json_bytes(file.shown()))
+
+
+async def _read_file(request: Request, files: FileStore, file: File, most: int) -> None:
+    """Store the parts of a file as they arrive, and set what the form says of it. Errors: HttpError 400, 507."""
     num_parts = 0
 
     async def take(part: bytes) -> None:
         nonlocal num_parts
-        await files.add_part(file.id, tenant, num_parts, part, most)
+        await files.add_part(file.id, file.tenant, num_parts, part, most)
         num_parts += 1
         file.info.num_bytes += len(part)
 
-    try:
-        content_type = request.headers.get(b"content-type", b"")
-        fields, file.info.name = await read_form(content_type, request.parts, take, PART_BYTES)
-        if not num_parts:
-            raise HttpError(400, "the file is empty", param=FILE_FIELD)
-        file.info.purpose = fields.get("purpose", "")
-        if file.info.purpose not in PURPOSES:
-            text = f"purpose must be one of {', '.join(PURPOSES)}; got {file.info.purpose!r:.40}"
-            raise HttpError(400, text, param="purpose")
-        file.expires, file.status = _expires(fields, now), PROCESSED
-        await files.change(file)
-    except BaseException:
-        await asyncio.shield(files.remove(file.id))
-        raise
-    return Response(json_bytes(file.shown()))
+    assert request.parts is not None, "the body is read here"
+    content_type = request.headers.get(b"content-type", b"")
+    fields, file.info.name = await read_form(content_type, request.parts, take, PART_BYTES)
+    if not num_parts:
+        raise HttpError(400, "the file is empty", param=FILE_FIELD)
+    file.info.purpose = fields.get("purpose", "")
+    if file.info.purpose not in PURPOSES:
+        text = f"purpose must be one of {', '.join(PURPOSES)}; got {file.info.purpose!r:.40}"
+        raise HttpError(400, text, param="purpose")
+    file.expires, file.status = _expires(fields, file.created), PROCESSED
 
 
 async def list_files(served: Served, request: Request) -> Response:

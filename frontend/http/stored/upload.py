@@ -4,18 +4,45 @@ Its small fields are kept, and the content of its one file is passed on, so that
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from frontend.http.errors import HttpError
+from frontend.http.errors import HttpError, retry_after
+from ipc.log_lines import counted
 
+MAX_OF_TENANT, _MAX_UPLOADS = 8, 64  # uploads at the same time
 _MAX_FIELDS, _MAX_FIELD_BYTES = 32, 4096
 _MAX_NAME_CHARS = 512
 _AT_ONCE = 16 << 10  # bytes that are parsed in one turn: up to 5 ms, if they are chosen to take long
 FILE_FIELD = "file"
+
+
+class Uploads:
+    """The uploads of one server that are being read. Each takes up to 350 KiB of memory, for as long as it lasts."""
+
+    def __init__(self) -> None:
+        self._num_running: dict[str, int] = {}  # by tenant
+
+    @contextlib.contextmanager
+    def begin(self, tenant: str) -> Iterator[None]:
+        """Count an upload until it has ended. Errors: HttpError 429, 503."""
+        running = self._num_running.get(tenant, 0)
+        if running >= MAX_OF_TENANT:
+            text = f"{counted(running, 'upload')} of this key are being read, its limit"
+            raise HttpError(429, text, headers=retry_after(1000))
+        if sum(self._num_running.values()) >= _MAX_UPLOADS:
+            raise HttpError(503, f"{_MAX_UPLOADS} uploads are being read, the limit", headers=retry_after(1000))
+        self._num_running[tenant] = running + 1
+        try:
+            yield
+        finally:
+            self._num_running[tenant] -= 1
+            if not self._num_running[tenant]:
+                del self._num_running[tenant]
 
 
 class _Form:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from frontend.http.stored.upload import MAX_OF_TENANT
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import Answer, Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
@@ -136,6 +137,20 @@ def test_wrong_uploads_are_refused_and_leave_nothing(storing: Caller) -> None:
     page = {"origin": "http://localhost", "sec-fetch-site": "same-origin"}
     assert storing.call("POST", "/v1/files", whole, {**kind, **page}).status == 415
     assert storing.get("/v1/files", ALICE).json["data"] == []
+
+
+def test_a_key_has_a_few_uploads_at_the_same_time(storing: Caller) -> None:
+    head = f"POST /v1/files HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEYS['alice']}\r\n"
+    head += f"content-type: multipart/form-data; boundary={EDGE}\r\ncontent-length: 9999\r\n\r\n"
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(MAX_OF_TENANT):
+            open_ones.enter_context(storing.socket()).sendall(head.encode() + form(b"abc")[:100])
+        wait_for(lambda: upload(storing, b"abc").status == 429)
+        assert upload(storing, b"abc", BOB).status == 200
+    wait_for(lambda: upload(storing, b"abc").status == 200)
+    for headers in (ALICE, BOB):
+        for one in storing.get("/v1/files", headers).json["data"]:
+            assert storing.call("DELETE", f"/v1/files/{one['id']}", None, headers).status == 200
 
 
 def test_a_batch_answers_its_lines_as_requests(storing: Caller) -> None:
