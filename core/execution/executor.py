@@ -48,6 +48,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     image_tokens: int = 0
     image_token_bytes: int = 0
     #: Bytes of a row's recurrent state, which covers exactly the tokens that the row has computed. 0: there is none.
+    #: Those of all workers that compute the model together.
     state_bytes: int = 0
     state_tokens: int = 0  # K and V of this many tokens have as many bytes
     #: If only some layers have kv_window, they have their own KV blocks: this many in a page. 0: all layers have it.

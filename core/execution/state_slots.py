@@ -4,6 +4,7 @@ An executor stores them in this order.
 """
 
 from ipc.options.config import EngineConfig
+from ipc.options.workers import most_in_flight
 
 #: The most states kept per row, in addition to those at places where a later prompt may leave an earlier one.
 _EACH = 4
@@ -31,13 +32,23 @@ def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
 
 
 def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
-    """Return how many drafts, each with a state, a step may have: an eighth of what half of the memory can hold.
+    """Return how many drafts have a state before them: an eighth of what half of the memory can hold.
 
     config: kv_cache_memory_bytes is resolved. 0 without speculation, or for models without states.
     """
     if not state_bytes or config.speculative_config is None or config.kv_cache_memory_bytes is None:
         return 0
     return min(config.kv_cache_memory_bytes // 2 // state_bytes // 8, _MOST_DRAFTS)
+
+
+def most_drafts(config: EngineConfig, state_bytes: int) -> int:
+    """Return how many drafts a step may have."""
+    return num_draft_states(config, state_bytes) // num_sharing_steps(config)
+
+
+def num_sharing_steps(config: EngineConfig) -> int:
+    """Return how many steps share the states before drafts: in all stages but the last, each that is in flight."""
+    return most_in_flight(config) if config.pipeline_parallel_size > 1 else 1
 
 
 def num_swap_states(config: EngineConfig, state_bytes: int) -> int:

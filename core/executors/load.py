@@ -58,7 +58,7 @@ def load(
     source = load_model(path, dtype, config, rank, stage)
     model, pooler = source.model, source.pooler
     kv_window, kv_page_blocks = _kv_window(model, config)
-    state_bytes, size = 4 * model.config.state_size if isinstance(model, Llama) else 0, config.block_size
+    own_state, size = 4 * model.config.state_size if isinstance(model, Llama) else 0, config.block_size
     most_whole = 0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows
     info = ModelInfo(
         name=hub_name(path) or path.name,
@@ -77,8 +77,8 @@ def load(
         max_whole_tokens=most_whole,
         image_tokens=0 if source.vision is None else source.vision.num_rows,
         image_token_bytes=0 if source.vision is None else 4 * source.vision.width,
-        state_bytes=state_bytes,
-        state_tokens=state_bytes and ceil_div(state_bytes * size, model.bytes_per_block(size)),
+        state_bytes=4 * model.state_size_of_model if isinstance(model, Llama) else 0,
+        state_tokens=own_state and ceil_div(own_state * size, model.bytes_per_block(size)),
         weights=source.label + source.fingerprint,
         variant=_variant(source),
         cpu_kernels=library.variant if isinstance(model, Llama) and (library := model.library) is not None else "",

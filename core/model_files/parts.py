@@ -38,8 +38,6 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
-    if num_stages > 1 and model.recurrent is not None:
-        raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
     if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None or model.position_table):
         what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
         what = "a table of positions" if model.position_table else what

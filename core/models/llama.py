@@ -77,6 +77,7 @@ class Llama:
     The residual stream and all intermediate numbers of attention are float32.
     """
 
+    state_size_of_model: int  # numbers in a request's recurrent states, in the layers of the whole model
     _cache: KVCache | None = None  # that of the last step
     #: Of each kind of layer: the key of its work. Kinds that see the same tokens of the same part share it.
     _kinds: list[tuple[int | None, int]]
@@ -106,7 +107,7 @@ class Llama:
         CpuOperations. operations: replace those that the other arguments would select. Errors: ModelFileError naming
         missing tensors.
         """
-        whole, self.config, self._is_alone = config, config, rank is None
+        whole, self.config, self._is_alone, self.state_size_of_model = config, config, rank is None, config.state_size
         if rank is not None:
             self.config = config = rank.shard.config(whole)
         self.vocab_size = config.vocab_size
@@ -196,15 +197,20 @@ class Llama:
         return " ".join((*parts, self.operations.variant))
 
     @property
-    def product_variants(self) -> dict[str, str]:
-        """Return the variants of the products by name: those of the first layer, of the last layer, and the head's."""
+    def first_variants(self) -> dict[str, str]:
+        """Return the variants of the products by name of the first layer with attention and of the first layer."""
         attending = next((layer for layer in self.layers if not layer.mixer.is_recurrent), self.layers[0])
-        products: dict[str, Any] = {**attending.products, **self.layers[0].products, **self.layers[-1].products}
+        return {name: product.variant for name, product in {**attending.products, **self.layers[0].products}.items()}
+
+    @property
+    def product_variants(self) -> dict[str, str]:
+        """Return the variants of the products by name: those of the first layers, of the last layer, and the head's."""
+        products: dict[str, Any] = dict(self.layers[-1].products)
         if self.head is not None:
             products["head"] = self.head
         if self.per_layer is not None:
             products["per_layer"] = self.per_layer
-        return {name: product.variant for name, product in products.items()}
+        return {**self.first_variants, **{name: product.variant for name, product in products.items()}}
 
     @property
     def library(self) -> CpuLibrary | None:

@@ -8,14 +8,20 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
-from core.execution.state_slots import num_draft_states, num_state_slots, num_swap_states
+from core.execution.state_slots import (
+    most_drafts,
+    num_draft_states,
+    num_sharing_steps,
+    num_state_slots,
+    num_swap_states,
+)
 from core.execution.token_budget import encoder_sizes, token_budget
 from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.log_lines import counted
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
-from ipc.options.workers import has_workers, overlaps
+from ipc.options.workers import overlaps
 from ipc.tables.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
@@ -208,7 +214,7 @@ def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_bloc
 #
 # A row's recurrent state covers all tokens that it has computed. A request can start with some of another's tokens if
 # the state after them is kept (core/batch/kept_states.py), and a row can go back to the state before a wrong draft
-# (core/runner/state_rows.py). Options that need the states of other earlier tokens are refused by name.
+# (core/runner/state_rows.py).
 
 
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
@@ -217,27 +223,23 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
     At least a quarter of the states are kept for later requests, if there is a prefix cache.
     memory_bytes: for states and KV blocks together.
 
-    Errors: ConfigError for an option that the model does not support, with what to leave out. OutOfMemoryError if there
-    is no room for one state.
+    Errors: ConfigError if there is no room for the state of a draft; OutOfMemoryError if there is none for one state.
     """
-    wanted = {
-        "distributed_executor_backend": (has_workers(config), "its states must be in the engine's process"),
-    }
-    for option, (is_wanted, reason) in wanted.items():
-        if is_wanted:
-            raise ConfigError(f"{option}: {info.name} has recurrent layers; {reason}. Leave it out")
     fitting = memory_bytes // 2 // info.state_bytes
     if not fitting:
         raise OutOfMemoryError(
             f"the recurrent state of a request takes {info.state_bytes} bytes, more than half of "
             f"kv_cache_memory_bytes={memory_bytes}: set it to at least {2 * info.state_bytes}"
         )
-    num_drafts = num_draft_states(msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes), info.state_bytes)
-    if config.speculative_config is not None and not num_drafts:
+    settled = msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes)
+    num_drafts = num_draft_states(settled, info.state_bytes)
+    if config.speculative_config is not None and not most_drafts(settled, info.state_bytes):
+        num_steps = num_sharing_steps(config)
         raise ConfigError(
             f"speculative_config: a draft of {info.name} needs a recurrent state of {info.state_bytes} bytes, and a "
-            f"sixteenth of kv_cache_memory_bytes={memory_bytes} is too small for one: set it to at least "
-            f"{16 * info.state_bytes}, or leave speculative_config out"
+            f"sixteenth of kv_cache_memory_bytes={memory_bytes} is too small for "
+            f"{counted(num_steps, 'draft')} in flight: set it to at least {16 * num_steps * info.state_bytes}, or "
+            "leave speculative_config out"
         )
     num_kept = fitting // 4 if config.enable_prefix_caching else 0
     most = fitting - num_kept - num_drafts

@@ -109,12 +109,16 @@ class ModelRunner:
             pooled = self.pooling.collect(inputs.rows, inputs.num_tokens, inputs.context_lens, result)
         if inputs.sample_rows is not None and (offsets := inputs.sample_offsets) is not None:
             token_ids, counts = self._append_several(inputs, inputs.sample_rows, offsets, result, logprobs)
-            self.table.accept(plan, counts)
-            if self.states is not None:
-                self.states.accept(inputs, offsets, counts)
+            self.accept(plan, counts)
             return self._output(plan, inputs, result, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return self._output(plan, inputs, result, token_ids, logprobs, pooled)
+
+    def accept(self, plan: SchedulerOutput, counts: Int32s) -> None:
+        """Count the drafts of the last step that were right. counts [R]: how many tokens each of its rows yields."""
+        self.table.accept(plan, counts)
+        if self.states is not None and self.states.drafted is not None:
+            self.states.accept(self.states.drafted, counts)
 
     def _output(
         self,
@@ -274,7 +278,7 @@ class ModelRunner:
         )
 
     def apply_blocks(self, plan: SchedulerOutput) -> None:
-        """Apply a plan's rows, blocks and copies to the table and the caches."""
+        """Apply a plan's rows, blocks and copies to the table, the caches and the recurrent states."""
         self.table.apply(plan)
         if self.swap_cache is not None:
             self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
@@ -282,11 +286,11 @@ class ModelRunner:
             self.cache.copy_blocks(plan.copied_blocks, self.cache, plan.copied_to)
         if self.swap_cache is not None:
             self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
+        if self.states is not None:
+            self.states.begin(plan)
 
     def _apply(self, plan: SchedulerOutput) -> None:
         self.apply_blocks(plan)
-        if self.states is not None:
-            self.states.begin(plan)
         if self.drafter is not None:
             self.drafter.apply(plan)
         for row in plan.removed_rows.tolist():

@@ -7,31 +7,41 @@ A step with drafts also stores the state before each draft, in spare slots. If a
 the state before it: the row and the spare swap slots, so nothing is copied or recomputed.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
 from core.models.step import ONCE
 from core.runner.step_inputs import StepInputs
-from ipc.tables.arrays import NO_INTS, AnyInts, Floats, Ints
+from ipc.tables.arrays import AnyInts, Bools, Floats, Ints
 from kernels.recurrence import StateRows
+
+
+class DraftStates(NamedTuple):
+    """Where a step with drafts stores the states before them, until accept()."""
+
+    rows: Ints  # [r] the rows that sample
+    in_plan: Ints  # [r] their indices in the plan
+    begins: Ints  # [r] index of each row's first sample
+    saved: Ints  # [S] where the state before the draft after each sample is stored; -1: no draft
 
 
 class RowStates:
     """The states of all rows, and slots for others."""
 
     def __init__(self, states: Floats, num_spare: int = 0) -> None:
-        """states [rows, slots and spare slots, numbers] float32. num_spare: the most drafts in a step."""
+        """states [rows, slots and spare slots, numbers] float32.
+
+        num_spare: the most drafts in all steps whose tokens are not known yet.
+        """
         self.states = states
         self.places: Ints = np.arange(len(states) - num_spare)  # where the states of rows and slots are stored
-        self._spare: Ints = np.arange(len(states) - num_spare, len(states))
-        self._saved = NO_INTS  # [S] where the state before the draft after each sample is stored; -1: no draft
+        self._spare: Ints = np.arange(len(states) - num_spare, len(states))  # of no step
+        self.takes_drafts = num_spare > 0  # whether steps may have drafts
+        self.drafted: DraftStates | None = None  # of the last step with drafts
         self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation and rows of the last step's inputs
         self._plan: SchedulerOutput | None = None  # the step's, if it saves states
-
-    @property
-    def takes_drafts(self) -> bool:
-        """Return whether steps may have drafts."""
-        return len(self._spare) > 0
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Copy the states that the plan copies, one after the other, and note those that its step saves."""
@@ -58,19 +68,23 @@ class RowStates:
         """Return where the state after each token [T] is stored; -1: only the row's last state is kept."""
         drafted = np.flatnonzero(offsets[1:])  # samples followed by a draft of the same row
         assert len(drafted) <= len(self._spare), f"{len(drafted)} drafts, but slots for {len(self._spare)} states"
-        self._saved, saves = np.full(len(offsets), -1), np.full(len(inputs.token_ids), -1)
-        self._saved[drafted] = self._spare[: len(drafted)]
-        saves[inputs.logits_rows] = self._saved
+        saved, saves = np.full(len(offsets), -1), np.full(len(inputs.token_ids), -1)
+        saved[drafted], self._spare = self._spare[: len(drafted)], self._spare[len(drafted) :]
+        saves[inputs.logits_rows] = saved
+        in_plan = np.flatnonzero(inputs.samples)
+        self.drafted = DraftStates(inputs.rows[in_plan], in_plan, np.flatnonzero(offsets == 0), saved)
         return saves
 
-    def accept(self, inputs: StepInputs, offsets: Ints, counts: AnyInts) -> None:
-        """Give each row the state after its last accepted draft.
+    def accept(self, drafted: DraftStates, counts: AnyInts, live: Bools | None = None) -> None:
+        """Give each row the state after its last accepted draft, and free the slots of the others.
 
-        offsets [S]: of the inputs. counts [R]: number of tokens that each row of the step yields.
+        counts [R]: number of tokens that each row of the step yields. live [R]: rows that still belong to the same
+        requests; None = all.
         """
-        begins = np.flatnonzero(offsets == 0)
-        in_plan = np.flatnonzero(inputs.samples)
-        saved = self._saved[begins + np.maximum(counts[in_plan] - 1, 0)]
-        rows, saved = inputs.rows[in_plan[saved >= 0]], saved[saved >= 0]
-        self._spare[np.isin(self._spare, saved)] = self.places[rows]
-        self.places[rows] = saved
+        spare = drafted.saved[drafted.saved >= 0]
+        last = drafted.saved[drafted.begins + np.maximum(counts[drafted.in_plan] - 1, 0)]
+        takes = last >= 0 if live is None else (last >= 0) & live[drafted.in_plan]
+        rows, last = drafted.rows[takes], last[takes]
+        spare[np.isin(spare, last)] = self.places[rows]
+        self._spare = np.concatenate((self._spare, spare))
+        self.places[rows] = last

@@ -17,7 +17,7 @@ from core.batch.kept_states import LEAST_TOKENS, KeptStates
 from core.batch.request import NO_ROW, Request
 from core.execution.executor import ModelInfo
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
-from core.execution.state_slots import num_draft_states, num_state_slots, num_swap_states
+from core.execution.state_slots import most_drafts, num_state_slots, num_swap_states
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beams.beam_searches import BeamSearches
@@ -108,7 +108,7 @@ class Scheduler:
         batch, state_bytes = self.batch, info.state_bytes
         self.preemption.state_blocks = ceil_div(info.state_tokens, self.block_size)
         batch.on_copy.append(batch.copy_state)
-        self.speculation.most_in_step = num_draft_states(config, state_bytes)
+        self.speculation.most_in_step = most_drafts(config, state_bytes)
         batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
         num_slots, num_swapped = num_state_slots(config, state_bytes), num_swap_states(config, state_bytes)
         self.preemption.states = SwappedStates(batch, config.max_num_seqs + num_slots, num_swapped)

@@ -19,6 +19,7 @@ from core.models.parts.stage import Stage
 from core.models.parts.stage_link import StageLink
 from core.models.parts.stage_llama import StageLlama
 from core.runner.model_runner import ModelRunner
+from core.runner.state_rows import DraftStates
 from core.workers.rank_channel import Followers
 from core.workers.rank_runners import FollowingRunner, FollowsTrials, LeadingRunner, LeadsTrials
 from core.workers.wires import Place, Wires
@@ -79,6 +80,7 @@ class _Awaited:
     plan: SchedulerOutput
     rows: Ints  # [R]
     live: Bools  # [R] whether the row still belongs to the same request
+    drafted: DraftStates | None  # where its recurrent states before drafts are
 
 
 class EarlierRunner(ModelRunner):
@@ -102,7 +104,9 @@ class EarlierRunner(ModelRunner):
         self.model.wake()
         inputs = self.prepare(plan)
         self.forward(inputs)
-        self._awaited.append(_Awaited(plan, inputs.rows, np.ones(len(inputs.rows), np.bool_)))
+        has_drafts = self.states is not None and inputs.sample_offsets is not None
+        drafted = self.states.drafted if has_drafts and self.states is not None else None
+        self._awaited.append(_Awaited(plan, inputs.rows, np.ones(len(inputs.rows), np.bool_), drafted))
         return ModelRunnerOutput(plan.step, NO_INT32S)
 
     def learn(self, tokens: Int32s, counts: Int32s | None) -> None:
@@ -124,6 +128,8 @@ class EarlierRunner(ModelRunner):
         going = known > 0
         self.table.append_tokens(step.rows[going], tokens[finite], known[going])
         self.table.accept(step.plan, np.where(step.live, counts, 0))
+        if self.states is not None and step.drafted is not None:
+            self.states.accept(step.drafted, counts, step.live)
 
     def _trial_step(self, num_tokens: int) -> None:
         self.forward(self._trial_inputs(num_tokens, num_tokens))

@@ -146,7 +146,7 @@ class FollowingRunner(FollowsTrials):
         known = np.bincount(owners[finite], minlength=len(counts))
         going = known > 0
         self.table.append_tokens(inputs.rows[going], tokens[finite], known[going])
-        self.table.accept(plan, counts)
+        self.accept(plan, counts)
 
     def _obey(self, result: StepResult) -> Sampled:
         """Carry out the first rank's orders for this step, and return the last one."""

@@ -44,22 +44,8 @@ class Stage(NamedTuple):
 
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of a model with the stage's layers, counted from 0."""
-        own = self.layers(config)
-
-        def renumbered(layers: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(layer - own.first for layer in layers if own.first <= layer < own.last)
-
-        experts = config.experts
-        if experts is not None:
-            experts = msgspec.structs.replace(experts, dense_layers=renumbered(experts.dense_layers))
-        return msgspec.structs.replace(
-            config,
-            num_hidden_layers=own.length,
-            sliding_layers=renumbered(config.sliding_layers),
-            unrotated_layers=renumbered(config.unrotated_layers),
-            experts=experts,
-            num_labels=config.num_labels if self.is_last else 0,
-        )
+        part = config_of_layers(config, self.layers(config))
+        return msgspec.structs.replace(part, num_labels=config.num_labels if self.is_last else 0)
 
     def reads(self, config: ModelConfig) -> Callable[[str], bool]:
         """Return a function that says whether the stage reads the weight of a name. config: the whole model's."""
@@ -80,31 +66,54 @@ class Stage(NamedTuple):
             yield _LAYER.sub(lambda found: f"model.layers.{int(found[1]) - first}.", name), weight
 
 
+def config_of_layers(config: ModelConfig, own: Range) -> ModelConfig:
+    """Return the config of a model that has these layers of another one only, counted from 0."""
+
+    def renumbered(layers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(layer - own.first for layer in layers if own.first <= layer < own.last)
+
+    experts, recurrent = config.experts, config.recurrent
+    if experts is not None:
+        experts = msgspec.structs.replace(experts, dense_layers=renumbered(experts.dense_layers))
+    if recurrent is not None:
+        layers = renumbered(recurrent.layers)
+        recurrent = msgspec.structs.replace(recurrent, layers=layers) if layers else None
+    return msgspec.structs.replace(
+        config,
+        num_hidden_layers=own.length,
+        sliding_layers=renumbered(config.sliding_layers),
+        unrotated_layers=renumbered(config.unrotated_layers),
+        experts=experts,
+        recurrent=recurrent,
+        file_layers=config.file_layers[own.first : own.last],
+    )
+
+
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
     """Return the layers of each stage, with about the same number of weights. The last stage also has the head.
 
-    Errors: ConfigError if there are fewer layers than stages.
+    Each stage has a layer with attention, because a KV cache has at least one. Errors: ConfigError if there are fewer
+    such layers than stages.
     """
     count = config.num_hidden_layers
-    if num_stages > count:
+    attending = [layer for layer in range(count) if layer not in config.recurrent_layers]
+    if num_stages > len(attending):
+        kind = f"{len(attending)} layers" + (" with attention" if config.recurrent_layers else "")
         raise ConfigError(
-            f"pipeline_parallel_size={num_stages} is more than the model's {count} layers: use at most {count}"
+            f"pipeline_parallel_size={num_stages} is more than the model's {kind}: use at most {len(attending)}"
         )
     sizes = [_layer_weights(config, layer) for layer in range(count)]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     total = int(ends[-1]) + config.vocab_size * config.hidden_size
     bounds = [0]
     for stage in range(1, num_stages):
-        least, most = bounds[-1] + 1, count - (num_stages - stage)
+        least = next(layer for layer in attending if layer >= bounds[-1]) + 1
+        most = attending[stage - num_stages]
         bounds.append(least + int(np.abs(ends[least : most + 1] - total * stage / num_stages).argmin()))
     return [Range(first, last) for first, last in zip(bounds, [*bounds[1:], count], strict=True)]
 
 
 def _layer_weights(config: ModelConfig, layer: int) -> int:
     """Return the number of weights of a layer's matrices."""
-    experts = config.experts
-    if experts is not None:
-        dense = (0,) if layer in experts.dense_layers else ()
-        experts = msgspec.structs.replace(experts, dense_layers=dense)
-    alone = msgspec.structs.replace(config, num_hidden_layers=1, experts=experts)
+    alone = config_of_layers(config, Range(layer, layer + 1))
     return alone.num_matrix_weights - config.vocab_size * config.hidden_size

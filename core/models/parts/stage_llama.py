@@ -37,9 +37,10 @@ class StageLlama(Llama):
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
         assert isinstance(self.operations, CpuOperations), "a stage needs the C kernels"
         self.windows_of_model, self.num_blocks_per_page = windows(config), self.operations.blocks_per_page(config)
+        self.state_size_of_model = config.state_size
         #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
         self.is_linked = False
-        own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]
+        own = [f"{name}={variant}" for name, variant in super().first_variants.items()]
         kernels = f"{element_name(dtype)} {self.operations.variant}"
         first, *names = stage.link.pass_on([kernels, *own])
         if first != kernels:
@@ -70,9 +71,9 @@ class StageLlama(Llama):
         self._float_norm = self.operations.norm(None, self.config.rms_norm_eps, FLOAT32)
 
     @property
-    def product_variants(self) -> dict[str, str]:
-        """Return the variants of the whole model's products. Only the last stage has the head's."""
-        return {**self._first_variants, **super().product_variants}
+    def first_variants(self) -> dict[str, str]:
+        """Return the variants of the whole model's first layers."""
+        return self._first_variants
 
     @property
     def reads_features(self) -> bool:

@@ -15,7 +15,8 @@ from tests.core.runner.invariance_kinds import KINDS
     [
         ("state space", "a table of positions", 2, 1),
         ("recurrent layers with norms before", "the activation xIELU", 2, 1),
-        ("state space", "recurrent layers", 1, 2),
+        ("shared keys and values", "layers that share K and V", 1, 2),
+        ("gated delta", "more than the model's 1 layers with attention: use at most 1", 1, 2),
     ],
 )
 def test_what_cannot_be_split_is_named(kind: str, reason: str, ranks: int, stages: int) -> None:

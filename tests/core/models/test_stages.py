@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.models.config import ModelConfig
 from core.models.llama import Llama
 from core.models.parts.stage import Stage, layers_of_stages
 from core.models.parts.stage_link import StageLink
@@ -18,21 +19,36 @@ from ipc.errors import ConfigError
 from ipc.machine.channel import Channel
 from ipc.tables.arrays import Floats
 from kernels.cpu.library import load_cpu_library
+from kernels.recurrence import StateRows
 from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
 
 _BLOCK = 16
 _PROMPTS = (200, 37, 1)  # tokens; the windows of KINDS end within the first
 _NUM_STEPS = 3  # after the prompts
 
+
+def thrice(config: ModelConfig) -> ModelConfig:
+    """The same layers three times, without a table of positions."""
+    own, count = config.recurrent, config.num_hidden_layers
+    assert own is not None, config
+    layers = tuple(layer + shift for shift in (0, count, 2 * count) for layer in own.layers)
+    more = {"recurrent": msgspec.structs.replace(own, layers=layers), "file_layers": 3 * config.file_layers}
+    return msgspec.structs.replace(config, num_hidden_layers=3 * count, position_table=False, **more)
+
+
 #: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts; with
-#: latent attention.
-_KINDS = ("untied head", "head norms", "local and global", "experts", "latent attention")
+#: latent attention; with recurrent layers, also without MLPs.
+_KINDS = {
+    kind: KINDS[kind] for kind in ("untied head", "head norms", "local and global", "experts", "latent attention")
+}
+#: Three times the layers of those with recurrent states, so that each of three stages has one with attention.
+_KINDS |= {kind: thrice(KINDS[kind]) for kind in ("short convolution", "gated delta", "state space")}
 
 
 @contextmanager
 def staged(kind: str, dtype: str, size: int) -> Iterator[list[StageLlama]]:
     """The stages of a model, all in this process; of one stage: it is first and last."""
-    config, weights = KINDS[kind], random_weights(KINDS[kind], DTYPES[dtype])
+    config, weights = _KINDS[kind], random_weights(_KINDS[kind], DTYPES[dtype])
     pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(size - 1)]
     stages = list[StageLlama]()
     try:
@@ -54,6 +70,7 @@ def staged(kind: str, dtype: str, size: int) -> Iterator[list[StageLlama]]:
 def logits(models: list[Llama] | list[StageLlama]) -> str:
     """The hash of all logits of some steps: prompts, the first of them in chunks, then tokens one by one."""
     caches = [model.allocate_cache(64, _BLOCK) for model in models]
+    states = [model.allocate_states(len(_PROMPTS)) for model in models]
     rng, found, computed = np.random.default_rng(1), hashlib.sha256(), [0] * len(_PROMPTS)
     tables = np.arange(1, 1 + 3 * 16, dtype=np.int32).reshape(3, 16)
     steps = [[129, 37, 0], [71, 0, 1], *([1, 1, 1] for _ in range(_NUM_STEPS))]
@@ -67,9 +84,11 @@ def logits(models: list[Llama] | list[StageLlama]) -> str:
         num_tokens = np.array([counts[row] for row in rows])
         token_ids, last = rng.integers(3, 400, len(positions)), np.cumsum(num_tokens) - 1
         contexts = np.array([computed[row] for row in rows])
-        for model, cache in zip(models, caches, strict=True):
+        firsts = np.concatenate(([0], np.cumsum(num_tokens)))
+        for model, cache, own in zip(models, caches, states, strict=True):
             work = model.attention_metadata(num_tokens, contexts, tables[rows], cache)
-            result = model.forward(ModelInputs(token_ids, positions, slots, work, cache, last))
+            requests = None if own is None else StateRows(own, np.array(rows), firsts)
+            result = model.forward(ModelInputs(token_ids, positions, slots, work, cache, last, requests=requests))
         found.update(np.ascontiguousarray(result.logits).tobytes())
         found.update(_others(result.logits_of(np.arange(0, len(positions), 3))))
     return found.hexdigest()
@@ -82,7 +101,7 @@ def _others(numbers: Floats) -> bytes:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", _KINDS)
 def test_logits_of_stages_have_the_bits_of_one_process(kind: str, dtype: str) -> None:
-    whole = random_model(KINDS[kind], DTYPES[dtype])
+    whole = random_model(_KINDS[kind], DTYPES[dtype])
     golden = logits([whole])
     for size in (2, 3):
         with staged(kind, dtype, size) as stages:

@@ -9,7 +9,7 @@ import pytest
 
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo
-from core.execution.state_slots import num_draft_states, num_state_slots, num_states, num_swap_states
+from core.execution.state_slots import most_drafts, num_draft_states, num_state_slots, num_states, num_swap_states
 from core.executors.local import LocalExecutor
 from core.process.resolve import for_recurrent_layers, resolve
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -57,19 +57,6 @@ def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
         resolved(kv_cache_memory_bytes=1_999)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend: tiny has recurrent layers"),
-    ],
-)
-def test_what_would_need_earlier_states_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    options = msgspec.convert(options, dict[str, Any])
-    config = msgspec.convert({**options, "max_model_len": 64}, EngineConfig)
-    with pytest.raises(ConfigError, match=message):
-        resolve(config, INFO, lambda memory, size: memory // 1600, total_memory_bytes=1 << 30, num_cpus=1)
-
-
 def test_states_of_swapped_requests_take_half_of_the_swap_space() -> None:
     config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=4, preemption_mode="swap", swap_space_bytes=24_000)
     assert (num_swap_states(config, 1000), config.num_swap_blocks) == (12, 12_000 // 1600)
@@ -96,6 +83,15 @@ def test_each_draft_of_a_step_has_a_state() -> None:
     assert (config.max_num_seqs, num_state_slots(config, 1000), num_draft_states(config, 1000)) == (5, 2, 1)
     with pytest.raises(ConfigError, match=r"speculative_config: a draft of tiny needs.*to at least 16000"):
         resolved(kv_cache_memory_bytes=15_999, speculative_config=NGRAM)
+
+
+def test_steps_in_flight_in_stages_share_the_states_of_drafts() -> None:
+    options: dict[str, Any] = {"max_num_seqs": 16, "pipeline_parallel_size": 2, "speculative_config": NGRAM}
+    config = resolved(kv_cache_memory_bytes=100_000, **options)
+    assert (num_draft_states(config, 1000), most_drafts(config, 1000)) == (6, 3)
+    assert most_drafts(msgspec.structs.replace(config, tensor_parallel_size=2, pipeline_parallel_size=1), 1000) == 6
+    with pytest.raises(ConfigError, match=r"too small for 2 drafts in flight: set it to at least 32000"):
+        resolved(kv_cache_memory_bytes=31_999, **options)
 
 
 @pytest.fixture(scope="module")

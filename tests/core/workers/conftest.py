@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.workers.part_answers import MODEL, answers, config_of
+from tests.core.workers.part_answers import HYBRID, MODEL, answers, config_of
 
 
 @pytest.fixture(scope="package")
@@ -19,6 +19,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("deep")
     (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 4}))
+    return str(folder)
+
+
+@pytest.fixture(scope="package")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("hybrid")
+    (folder / "config.json").write_text(json.dumps(HYBRID))
     return str(folder)
 
 

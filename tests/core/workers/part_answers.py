@@ -34,6 +34,19 @@ MODEL = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
+#: Qwen 3.5: layers with recurrent states and gates of attention's output.
+HYBRID = {
+    **MODEL,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+    "head_dim": 24,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float32",
@@ -64,8 +77,15 @@ def requests() -> list[AddRequest]:
     return found
 
 
-def answers(config: EngineConfig, disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None) -> list[Any]:
-    """Return all that comes for the requests, by request: tokens, log probabilities, ends."""
+def answers(
+    config: EngineConfig,
+    disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None,
+    least_accepted: int = 0,
+) -> list[Any]:
+    """Return all that comes for the requests, by request: tokens, log probabilities, ends.
+
+    least_accepted: so many drafts are right, at least.
+    """
     executor = load_executor(config)
     news: list[tuple[int, EngineInput]] = []
     if isinstance(executor, WorkersExecutor):
@@ -95,7 +115,9 @@ def answers(config: EngineConfig, disturb: dict[int, Callable[[WorkersExecutor],
             inbox = []
             if not engine.has_work:
                 time.sleep(0.002)
-        assert engine.scheduler.stats.num_swapped_out_blocks > 0
+        stats = engine.scheduler.stats
+        assert stats.num_swapped_out_blocks > 0
+        assert stats.num_accepted_tokens >= least_accepted, (stats.num_draft_tokens, stats.num_accepted_tokens)
         return [executor.info.fingerprint, sorted(tokens.items()), sorted(values.items())]
     finally:
         executor.close()

@@ -4,6 +4,7 @@ import os
 import signal
 from typing import Any
 
+import msgspec
 import pytest
 
 from core.executors.by_name import load_executor
@@ -12,6 +13,8 @@ from core.workers.__main__ import cpus_of, parse_cpus
 from core.workers.part_executor import PartExecutor
 from core.workers.wires import Place, Wires
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 from kernels.cpu.group import make_shared_file
 from tests.core.workers.part_answers import answers, config_of, kill
 
@@ -32,6 +35,20 @@ def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, d
 
 def test_stages_give_the_bits_of_one_process_and_their_death_is_a_pause(folder: str, alone: list[Any]) -> None:
     assert answers(config_of(folder, 1, pipeline_parallel_size=2), {9: kill(0)}) == alone
+
+
+#: A step costs so much that each draft pays.
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "step_ns": (10**9,) * 8}
+
+
+def test_stages_keep_the_states_of_recurrent_layers(hybrid: str) -> None:
+    alone = answers(drafting(config_of(hybrid, 1)), least_accepted=9)
+    config = drafting(config_of(hybrid, 1, pipeline_parallel_size=2))
+    assert answers(config, {9: kill(0)}, least_accepted=9) == alone
+
+
+def drafting(config: EngineConfig) -> EngineConfig:
+    return msgspec.structs.replace(config, speculative_config=SpeculativeConfig(**DRAFTS))
 
 
 @pytest.mark.soak
