@@ -4,6 +4,7 @@ from pathlib import Path
 
 from core.model_files.model_config import is_foreign, read_model_config
 from core.models.config import ModelConfig
+from core.models.parts.recurrent_part import most_ranks
 from core.models.parts.stage import layers_of_stages
 from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
@@ -53,6 +54,12 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
             f"tensor_parallel_size={num_ranks} is more than the {model.num_attention_heads} query heads of "
             f"{path}: use at most {model.num_attention_heads}"
         )
+    if model.recurrent is not None and num_ranks > (most := most_ranks(model.recurrent)):
+        what = "groups of heads" if model.recurrent.takes_turns else "heads"
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} is more than the {most} {what} of the recurrent layers of {path}: use "
+            f"at most {most}"
+        )
 
 
 def part_option(num_ranks: int) -> str:
@@ -67,9 +74,6 @@ def _undivided(model: ModelConfig) -> str:
         "latent attention": model.latent is not None,
         "a cap of its logits": model.logits_cap is not None,
         "norms of whole rows of Q and K": model.qk_norm_of_rows,
-        "recurrent layers": model.recurrent is not None,
-        "gates of attention's output": model.output_gate or model.head_gates,
-        "fused matrices": model.fused_qkv or model.fused_gate_up,
         "layers with other heads": model.full_heads is not None,
         "layers that share K and V": model.num_shared_layers > 0,
         "inputs of single layers": model.per_layer is not None,

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from core.models.config import ModelConfig
+from core.models.config import ModelConfig, RecurrentParts
 from core.models.layers.layer import Layer, OwnInputs
 from core.models.layers.mlp import DenseMlp, ExpertsBeside, Mlp, RoutedMlp
 from core.models.operations.cpu_latent import CpuLatentAttend
@@ -14,13 +14,15 @@ from core.models.operations.operations import Norm, Operations, PerLayerInputs, 
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.unchanged import unchanged
 from core.models.parts.rank import Rank
+from core.models.parts.recurrent_part import num_turns
+from core.models.parts.shard import Shard
 from ipc.tables.arrays import Ints
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, BesideParts, DenseParts, LayerParts, OwnInputParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.group import DecoderGroup
+from kernels.cpu.group import DecoderGroup, RecurrencePlaces
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.recurrence import CpuRecurrence
@@ -81,6 +83,7 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
         return np.array([*(one.columns(width).first for one in every), width], np.int64)
 
     heads = np.array([*(one.heads(config)[0].first for one in every), config.num_attention_heads], np.int64)
+    own = None if config.recurrent is None else _recurrences(every, shard.rank, config.recurrent)
     return DecoderGroup(
         rank.memory,
         shard.rank,
@@ -90,6 +93,19 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
         hidden=columns(config.hidden_size),
         gated=columns(config.intermediate_size),
         vocabulary=columns(config.vocab_size),
+        recurrences=own,
+    )
+
+
+def _recurrences(every: Sequence[Shard], rank: int, whole: RecurrentParts) -> RecurrencePlaces:
+    """Return where the columns of recurrences are in their results. every: the shards of all ranks."""
+    parts, count, width = [one.recurrent(whole) for one in every], num_turns(whole), whole.sizes.out_width
+    has_common_norm = whole.kind == "state space"
+    return RecurrencePlaces(
+        own=width if has_common_norm else parts[rank].columns.length * count,
+        columns=np.array([*(one.columns.first for one in parts), width // count], np.int64),
+        num_turns=count,
+        norm_size=width // whole.num_groups if has_common_norm else 0,
     )
 
 

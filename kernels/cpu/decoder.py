@@ -77,6 +77,7 @@ class CpuDecoder:
     _cache: CpuKVCache | MixedKVCache | None = None
     _parts: Sequence[CpuKVCache] = ()  # of the cache, for each kind of layer
     _memory: SharedMemory | SeparateMemory | None = None  # of a rank's group
+    _recurred_width = 0  # of the group's buffer of gated results
     _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
     _lora: LoraRows | None = None  # the last step's, kept alive
     _given: Floats | None = None  # the last step's, kept alive
@@ -114,7 +115,7 @@ class CpuDecoder:
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
         self._layers = (LayerArguments * len(layers))(*map(layer_arguments, layers))
         self._width, self._vocab_size, self._dtype = embedding.width, head.out_features if head else 0, norm.dtype
-        first, self._deepest = layers[0], deepest_in_8_bits(layers, head)
+        self._deepest = deepest_in_8_bits(layers, head)
         self._decoder = decoder_arguments(embedding, norm, head)
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
@@ -127,7 +128,7 @@ class CpuDecoder:
         self._set_streams(exceed_caches(weight_bytes(layers, head)))
         self._widths, self._mixed_width = widths_of(self._width, layers), mixed_width(layers)
         if group is not None:
-            self._join(group, first)
+            self._join(group)
         norms = (norm for parts in layers for norm in (parts.attention_out_norm, parts.mlp_out_norm))
         self._normalises_added = any(norm is not None for norm in norms)
         self._kinds = (KindArguments * len(tables))()
@@ -146,13 +147,15 @@ class CpuDecoder:
         names = "decoder_step", "decoder_logits"
         self._run, self._run_logits = (library.function(name, ctypes.POINTER(StepArguments)) for name in names)
 
-    def _join(self, group: DecoderGroup, first: LayerParts) -> None:
-        """Connect the decoder to its group, and set the widths of a rank's buffers. first: the first layer."""
+    def _join(self, group: DecoderGroup) -> None:
+        """Connect the decoder to its group, and set the widths of a rank's buffers."""
         self._memory, self._vocab_size = group.memory, int(group.vocabulary[-1])
         self._places, self._group = group, group.arguments  # the C struct points into the first one
         self._decoder.group = ctypes.addressof(self._group)
-        self._widths |= {"q": group.own_attended, "own_attended": group.own_attended}
-        self._widths["qkv"] = max(first.qkv.out_features, first.o.in_features)  # also picked rows of `attended`
+        own, recurrences = group.own_attended, group.recurrences
+        wide = own if recurrences is None else max(own, recurrences.own)
+        self._widths |= {"q": own, "own_attended": wide}
+        self._recurred_width = 0 if recurrences is None or not recurrences.norm_size else int(recurrences.columns[-1])
 
     def _point_to_parts(self, layers: Sequence[LayerParts]) -> None:
         """Point the layers to experts alongside their MLPs, and to what they make of their own inputs."""
@@ -421,6 +424,8 @@ class CpuDecoder:
             self._keep("hidden", (rows, self._width), FLOAT32)
             if self._memory is not None:
                 self._keep("embedded", (rows, self._width), FLOAT32)
+            if self._recurred_width:
+                self._keep("recurred", (rows, self._recurred_width), FLOAT32)
             self._keep("last_hidden", (rows, self._width), FLOAT32)
             if self._deepest:
                 self._keep("quantized", (rows, row_bytes_in_8_bits(self._deepest)), np.dtype(np.uint8))

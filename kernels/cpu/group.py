@@ -25,7 +25,7 @@ class SharedMemory:
     fd: of a file created by make_shared_file(); it is not closed here.
     """
 
-    _NAMES = ("embedded", "attended", "gated", "added", "logits", "largest", "asked")
+    _NAMES = ("embedded", "attended", "recurred", "gated", "added", "logits", "largest", "asked")
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -83,6 +83,15 @@ class SeparateMemory:
         return aligned_empty(shape, dtype)
 
 
+class RecurrencePlaces(NamedTuple):
+    """Where the rank's columns of recurrences are, as in DecoderGroup."""
+
+    own: int  # width of a row that the rank needs: of its columns, or of all if its norm is common
+    columns: Ints  # in a part of a row
+    num_turns: int  # parts of a row
+    norm_size: int  # numbers that have one norm, which is common to ranks; 0: norms are of heads
+
+
 class DecoderGroup(NamedTuple):
     """The group that a decoder belongs to.
 
@@ -97,13 +106,19 @@ class DecoderGroup(NamedTuple):
     hidden: Ints
     gated: Ints
     vocabulary: Ints
+    recurrences: RecurrencePlaces | None = None
 
     @property
     def arguments(self) -> GroupArguments:
         """Return the C struct."""
+        recurrences = self.recurrences
+        recurred = self.attended if recurrences is None else recurrences.columns
         places = [
             Place(one[self.rank], one[-1], one.ctypes.data)
-            for one in (self.attended, self.hidden, self.gated, self.vocabulary)
+            for one in (self.attended, recurred, self.hidden, self.gated, self.vocabulary)
         ]
         words = int(self.vocabulary[self.rank + 1] - self.vocabulary[self.rank])
-        return GroupArguments(self.memory.state, self.memory.streams, self.rank, self.size, *places, words)
+        arguments = GroupArguments(self.memory.state, self.memory.streams, self.rank, self.size, *places, words)
+        if recurrences is not None:
+            arguments.num_turns, arguments.norm_size = recurrences.num_turns, recurrences.norm_size
+        return arguments

@@ -35,6 +35,8 @@ class RecurrenceStepArguments(CStruct):
     _fields_ = (
         *fields("layer in out mixed states rows firsts positions saves", POINTER),
         *fields("state_stride mixed_stride num_requests", INT64),
+        ("gated", POINTER),
+        ("gated_stride", INT64),
     )
 
 

@@ -238,8 +238,8 @@ class GroupArguments(CStruct):
     _fields_ = (
         *_fields("state streams", _POINTER),
         *_fields("rank size", _INT32),
-        *_fields("attended hidden gated vocabulary", Place),
-        ("num_words", _INT64),
+        *_fields("attended recurred hidden gated vocabulary", Place),
+        *_fields("num_words num_turns norm_size", _INT64),
     )
 
 
@@ -279,7 +279,7 @@ class StepArguments(CStruct):
     _fields_ = (
         *_fields("decoder kinds cache token_ids positions logits_rows", _POINTER),
         *_fields("hidden x qkv q attended gated queries values embedded own_attended", _POINTER),
-        *_fields("added normed last_hidden logits largest taps quantized", _POINTER),
+        *_fields("recurred added normed last_hidden logits largest taps quantized", _POINTER),
         ("quantized_stride", _INT64),
         ("experts_room", _POINTER),
         *_fields("num_tokens num_logits num_taps is_narrow", _INT64),

@@ -5,13 +5,16 @@ has the same bits. Any number of ranks up to the number of query heads works, an
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from core.models.config import ModelConfig
+from core.models.config import ModelConfig, RecurrentParts
 from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.parts.ranges import Range, part_of, split_heads
+from core.models.parts.recurrent_part import RecurrentPart, part_of_recurrent
 from core.models.parts.weight_parts import WeightParts
 from ipc.errors import ConfigError
 
@@ -19,30 +22,6 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 _HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.([qk])_norm\.weight")
 #: Adjacent columns of a packed matrix (kernels/cpu/c/products/gemm.h). A rank gets whole panels if there are enough.
 _PANEL = 32
-
-
-class Range(NamedTuple):
-    """Consecutive items: from `first` to before `last`."""
-
-    first: int
-    last: int
-
-    @property
-    def length(self) -> int:
-        """Return the number of items."""
-        return self.last - self.first
-
-    def times(self, size: int) -> "Range":
-        """Return the range of the parts of these items, which have `size` parts each."""
-        return Range(self.first * size, self.last * size)
-
-
-def part_of(count: int, rank: int, size: int, unit: int = 1) -> Range:
-    """Return a rank's share of `count` items: whole units except for the last one, if there are enough of them."""
-    unit = unit if count >= unit * size else 1
-    units = -(-count // unit)
-    first, last = (min(count, units * one // size * unit) for one in (rank, rank + 1))
-    return Range(first, last)
 
 
 class Shard(NamedTuple):
@@ -57,23 +36,25 @@ class Shard(NamedTuple):
         It has whole KV heads with all their query heads. If there are fewer KV heads than ranks, several ranks have the
         same KV head and share its query heads.
         """
-        num_kv, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
-        if self.size <= num_kv:
-            kv = part_of(num_kv, self.rank, self.size)
-            return kv.times(group), kv
-        owner = self.rank * num_kv // self.size
-        ranks = [rank for rank in range(self.size) if rank * num_kv // self.size == owner]
-        own = part_of(group, ranks.index(self.rank), len(ranks))
-        return Range(owner * group + own.first, owner * group + own.last), Range(owner, owner + 1)
+        return split_heads(config.num_attention_heads, config.num_key_value_heads, self.rank, self.size)
 
     def columns(self, width: int) -> Range:
         """Return the rank's columns of a result with this width."""
         return part_of(width, self.rank, self.size, _PANEL)
 
+    def recurrent(self, whole: RecurrentParts) -> RecurrentPart:
+        """Return the rank's part of the layers with recurrent states."""
+        return part_of_recurrent(whole, self.rank, self.size)
+
     def config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of the rank's part of attention."""
+        """Return the config of the rank's part of attention and of recurrent layers."""
         heads, kv_heads = self.heads(config)
-        return msgspec.structs.replace(config, num_attention_heads=heads.length, num_key_value_heads=kv_heads.length)
+        return msgspec.structs.replace(
+            config,
+            num_attention_heads=heads.length,
+            num_key_value_heads=kv_heads.length,
+            recurrent=None if config.recurrent is None else self.recurrent(config.recurrent).own,
+        )
 
     def parts(self, config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> WeightParts:
         """Return the rank's parts of a model's weights."""
@@ -92,17 +73,28 @@ class _ShardedParts(WeightParts):
         own_heads = shard.heads(config)
         self._first_heads = {kind: own.first for kind, own in zip("qk", own_heads, strict=True)}
         heads, kv_heads = (one.times(config.head_dim) for one in own_heads)
-        hidden, gated = shard.columns(config.hidden_size), shard.columns(config.intermediate_size)
-        self._rows = {
-            "self_attn.q_proj": heads,
-            "self_attn.k_proj": kv_heads,
-            "self_attn.v_proj": kv_heads,
+        sizes = config.hidden_size, config.intermediate_size, config.vocab_size
+        hidden, gated, words = ([shard.columns(size)] for size in sizes)
+        queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        gates = [heads.moved(queries)] if config.output_gate else []
+        self._rows: dict[str, Sequence[Range]] = {
+            "self_attn.q_proj": [heads, *gates],
+            "self_attn.k_proj": [kv_heads],
+            "self_attn.v_proj": [kv_heads],
+            "self_attn.qkv_proj": [heads, kv_heads.moved(queries), kv_heads.moved(queries + keys)],
+            "self_attn.g_proj": [own_heads[0]],
             "self_attn.o_proj": hidden,
             "mlp.gate_proj": gated,
             "mlp.up_proj": gated,
+            "mlp.gate_up_proj": [*gated, gated[0].moved(config.intermediate_size)],
             "mlp.down_proj": hidden,
-            **dict.fromkeys(("lm_head", "model.embed_tokens"), shard.columns(config.vocab_size)),
+            "lm_head": words,
+            "model.embed_tokens": words,
         }
+        self._whole = set[str]()
+        if config.recurrent is not None:
+            self._rows |= {**shard.recurrent(config.recurrent).rows, "mixer.out_proj": hidden}
+            self._whole = {"mixer.norm"}
         self._norm_shapes = {(config.hidden_size,), (config.head_dim,)}
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
@@ -111,9 +103,16 @@ class _ShardedParts(WeightParts):
             name = f"{prefix}.{self._first_heads[kind] + int(head)}.{kind}_norm.weight"
             return super()._take((name,), name)
         weight = super()._take(names, name)
-        own = self._rows.get(_LAYER.sub("", name).rpartition(".")[0])
+        own_name = _LAYER.sub("", name).rpartition(".")[0]
+        own = self._rows.get(own_name)
         if own is None:
-            if _LAYER.match(name) and weight.shape not in self._norm_shapes:
+            if _LAYER.match(name) and weight.shape not in self._norm_shapes and own_name not in self._whole:
                 raise ConfigError(f"tensor_parallel_size > 1 does not support models with {name}: leave it out")
             return weight
-        return weight.rows(*own) if isinstance(weight, StoredMatrix) else weight[own.first : own.last]
+        if isinstance(weight, StoredMatrix):
+            return StoredMatrix.joined([weight.rows(*one) for one in own])
+        return (
+            weight[own[0].first : own[0].last]
+            if len(own) == 1
+            else np.concatenate([weight[slice(*one)] for one in own])
+        )

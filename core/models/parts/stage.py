@@ -13,7 +13,7 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.operations.stored_matrix import Weight
-from core.models.parts.shard import Range
+from core.models.parts.ranges import Range
 from core.models.parts.stage_link import StageLink
 from ipc.errors import ConfigError
 

@@ -16,6 +16,7 @@ from tests.core.runner.invariance_kinds import KINDS
         ("state space", "a table of positions", 2, 1),
         ("recurrent layers with norms before", "the activation xIELU", 2, 1),
         ("shared keys and values", "layers that share K and V", 1, 2),
+        ("gated delta", "=5 is more than the 4 heads of the recurrent layers", 5, 1),
         ("gated delta", "more than the model's 1 layers with attention: use at most 1", 1, 2),
     ],
 )

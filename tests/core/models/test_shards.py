@@ -6,9 +6,11 @@ Each rank is a thread here, with C kernels of one thread; what they share is the
 import hashlib
 import os
 import re
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,27 +20,50 @@ from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import StoredMatrix
+from core.models.parts.ranges import part_of
 from core.models.parts.rank import Rank
-from core.models.parts.shard import Shard, part_of
+from core.models.parts.shard import Shard
 from core.models.step import ModelInputs, StepResult
 from ipc.errors import ConfigError
 from ipc.tables.arrays import Ints
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.group import SharedMemory, make_shared_file
+from kernels.cpu.group import SeparateMemory, SharedMemory, make_shared_file
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from kernels.recurrence import StateRows
 from tests.core.runner.invariance import KINDS, TINY
 
 BLOCK = 16
+#: As Nemotron-H, without experts.
+STATE_SPACE = msgspec.structs.replace(KINDS["state space"], experts=None, position_table=False)
+
+
+def recurrent(kind: str, config: ModelConfig | None = None, **sizes: Any) -> ModelConfig:
+    """The model of this kind, or this one, with other sizes of its recurrent layers."""
+    config = config or KINDS[kind]
+    assert config.recurrent is not None, kind
+    return msgspec.structs.replace(config, recurrent=msgspec.structs.replace(config.recurrent, **sizes))
+
+
 #: A Llama with 3 KV heads of 3 query heads each, head norms and biases (as Qwen 3 and 2), post norms with windows (as
-#: Gemma 3), layer normalisations with MLPs beside attention (as GPT-NeoX), and heads with norms of their own (as
-#: Command-R+).
+#: Gemma 3), layer normalisations with MLPs beside attention (as GPT-NeoX), heads with norms of their own (as
+#: Command-R+), gates of attention's output (as LFM3 and Qwen 3.5), and layers with recurrent states.
 MODELS = {
     "llama": msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3, head_dim=8, vocab_size=299),
     "qwen": msgspec.structs.replace(KINDS["head norms"], qkv_bias=True, tie_word_embeddings=False),
     "gemma": KINDS["local and global"],
     "neox": KINDS["beside attention"],
     "cohere": KINDS["centred head norms"],
+    "phi": msgspec.structs.replace(TINY, fused_qkv=True, fused_gate_up=True),
+    "gates": KINDS["gates of heads"],
+    "convolutions": KINDS["short convolution"],
+    "delta": KINDS["gated delta"],
+    "delta in turns": recurrent("gated delta", num_heads=6, num_groups=3, takes_turns=True, channels=3 * 32 + 6 * 40),
+    "split delta": recurrent(
+        "gated delta", has_split_convolution=True, inputs=("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
+    ),
+    "state space": STATE_SPACE,
+    "state space of one group": recurrent("state space", STATE_SPACE, num_groups=1, channels=2 * 16 + 4 * 40),
 }
 
 
@@ -63,7 +88,9 @@ def build(library: CpuLibrary, config: ModelConfig, dtype: Dtype, rank: Rank | N
 
 def digest(model: Llama, config: ModelConfig) -> str:
     """Run chunks of a prompt and batches of 1, 8 and 32 rows; return the hash of all that comes out."""
-    found, cache = hashlib.sha256(), model.allocate_cache(40, BLOCK)
+    found, cache, states = hashlib.sha256(), model.allocate_cache(40, BLOCK), model.allocate_states(48)
+    if states is not None:
+        states.fill(0.0)
     generator = np.random.default_rng(3)
     assert cache.num_blocks == 40
 
@@ -73,7 +100,9 @@ def digest(model: Llama, config: ModelConfig) -> str:
         work = model.attention_metadata(*columns, cache)
         owners = np.repeat(np.arange(len(counts)), counts)
         slots = tables[owners, positions // BLOCK] * BLOCK + positions % BLOCK
-        result = model.forward(ModelInputs(ids, positions, slots, work, cache, rows))
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        requests = None if states is None else StateRows(states, len(counts) // 2 + np.arange(len(counts)), firsts)
+        result = model.forward(ModelInputs(ids, positions, slots, work, cache, rows, requests=requests))
         found.update(result.logits.tobytes())
         found.update(np.asarray(result.largest).tobytes())
         return result
@@ -94,11 +123,14 @@ def in_group(size: int, run: Callable[[Rank], str]) -> list[str]:
     """Run the ranks of a group at the same time, each in a thread; return their results."""
     fd = make_shared_file()
     try:
-        with ThreadPoolExecutor(size) as threads:
-            ranks = [Rank(Shard(rank, size), SharedMemory(fd)) for rank in range(size)]
-            return [one.result(60) for one in [threads.submit(run, rank) for rank in ranks]]
+        return at_once([Rank(Shard(rank, size), SharedMemory(fd)) for rank in range(size)], run)
     finally:
         os.close(fd)
+
+
+def at_once(ranks: list[Rank], run: Callable[[Rank], str]) -> list[str]:
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return [one.result(60) for one in [threads.submit(run, rank) for rank in ranks]]
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
@@ -117,6 +149,31 @@ def test_logits_of_any_number_of_ranks_are_those_of_one(name: str, dtype: Dtype,
         assert in_group(size, run) == [expected] * size
         assert {model.variant for model in models.values()} == {alone.variant}  # and so the fingerprint
         assert all(model.bytes_per_block(BLOCK) < alone.bytes_per_block(BLOCK) for model in models.values())
+
+
+@pytest.mark.parametrize("name", ["convolutions", "delta in turns", "state space of one group"])
+def test_states_of_ranks_that_share_no_memory_are_those_of_one(name: str, library: CpuLibrary) -> None:
+    """Only the first rank has logits then, and no rank asks for more of them."""
+    config = msgspec.structs.replace(MODELS[name], vocab_size=64)
+    expected = last_states(build(library, config, FLOAT32), config)
+    near, far = socket.socketpair()
+    with near, far:
+        fds = [[-1, near.fileno()], [far.fileno(), -1]]
+        ranks = [Rank(Shard(rank, 2), SeparateMemory(rank, fds[rank])) for rank in range(2)]
+        assert at_once(ranks, lambda rank: last_states(build(library, config, FLOAT32, rank), config)) == [expected] * 2
+
+
+def last_states(model: Llama, config: ModelConfig) -> str:
+    """Return the hash of the hidden states of a prompt of 40 tokens."""
+    cache, states, count = model.allocate_cache(4, BLOCK), model.allocate_states(1), 40
+    positions, tables = np.arange(count), np.arange(1, 4, dtype=np.int32)[None]
+    work = model.attention_metadata(np.array([count]), np.array([count]), tables, cache)
+    assert states is not None
+    requests = StateRows(states, np.zeros(1, np.int64), np.array([0, count]))
+    ids, slots = positions % config.vocab_size, positions + BLOCK
+    rows = np.array([7, count - 1])
+    result = model.forward(ModelInputs(ids, positions, slots, work, cache, rows, requests=requests))
+    return hashlib.sha256(result.hidden_of(rows).tobytes()).hexdigest()
 
 
 def test_a_group_that_adds_has_other_bits(library: CpuLibrary) -> None:
@@ -179,10 +236,9 @@ def test_rows_of_a_stored_matrix_of_parts() -> None:
 
 
 def test_a_weight_that_is_not_known_is_refused() -> None:
-    """Its part would be guessed: of experts, of fused matrices, of norms with a weight for each head."""
+    """Its part would be guessed: of experts, of norms with a weight for each head."""
     parts = {
         "model.layers.1.mlp.experts.3.gate_proj.weight": np.zeros((4, 96), np.float32),
-        "model.layers.0.self_attn.qkv_proj.weight": np.zeros((4, 96), np.float32),
         "model.layers.0.self_attn.q_norm.weight": np.zeros(TINY.num_attention_heads * TINY.head_dim * 2, np.float32),
     }
     for name in parts:

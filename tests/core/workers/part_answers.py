@@ -47,6 +47,29 @@ HYBRID = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+#: LFM2, and Granite 4 H, whose heads have one norm in common.
+CONVOLUTIONS = {
+    **MODEL,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "block_auto_adjust_ff_dim": False,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+}
+STATE_SPACE = {
+    **MODEL,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "attention", "mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 160,
+}
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float32",

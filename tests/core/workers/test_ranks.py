@@ -1,7 +1,9 @@
 """Groups of workers that compute a model together: answers with every bit of one process, whatever dies."""
 
+import json
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from kernels.cpu.group import make_shared_file
-from tests.core.workers.part_answers import answers, config_of, kill
+from tests.core.workers.part_answers import CONVOLUTIONS, HYBRID, STATE_SPACE, answers, config_of, kill
 
 
 def test_every_bit_is_that_of_one_process(folder: str, alone: list[Any]) -> None:
@@ -41,10 +43,31 @@ def test_stages_give_the_bits_of_one_process_and_their_death_is_a_pause(folder: 
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "step_ns": (10**9,) * 8}
 
 
-def test_stages_keep_the_states_of_recurrent_layers(hybrid: str) -> None:
-    alone = answers(drafting(config_of(hybrid, 1)), least_accepted=9)
-    config = drafting(config_of(hybrid, 1, pipeline_parallel_size=2))
-    assert answers(config, {9: kill(0)}, least_accepted=9) == alone
+@pytest.fixture(scope="module")
+def hybrid_alone(hybrid: str) -> list[Any]:
+    return answers(drafting(config_of(hybrid, 1)), least_accepted=9)
+
+
+@pytest.mark.parametrize(("ranks", "stages", "threads"), [(1, 2, 1), (2, 1, 2)])
+def test_workers_keep_the_states_of_recurrent_layers(
+    hybrid: str, hybrid_alone: list[Any], ranks: int, stages: int, threads: int
+) -> None:
+    config = drafting(config_of(hybrid, ranks, pipeline_parallel_size=stages, threads=threads))
+    assert answers(config, {9: kill(0)}, least_accepted=9) == hybrid_alone
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", [HYBRID, CONVOLUTIONS, STATE_SPACE], ids=["delta", "convolutions", "state space"])
+@pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_states_at_any_shape_and_whichever_worker_dies(
+    tmp_path: Path, ranks: int, stages: int, own: dict[str, Any], dtype: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    alone = answers(drafting(config_of(str(tmp_path), 1, dtype=dtype)))
+    config = drafting(config_of(str(tmp_path), ranks, pipeline_parallel_size=stages, dtype=dtype))
+    assert answers(config) == alone
+    assert answers(config, {5: kill(0), 40: kill(ranks * stages - 1)}) == alone
 
 
 def drafting(config: EngineConfig) -> EngineConfig:

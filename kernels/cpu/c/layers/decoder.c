@@ -128,18 +128,6 @@ static void add(const Share *share, const NormWeights *out_norm, const NormWeigh
     add_rows(share, step->normed, FLOAT32, next_norm, scale);
 }
 
-static const DecoderLayer *last_layer(const DecoderStep *step) {
-    return step->decoder->layers + step->decoder->num_layers - 1;
-}
-
-/* Return the last layer that is computed up to its attention for all rows. Those behind it are the tail: later tokens need
- * nothing of them. Taps are of all rows. */
-static const DecoderLayer *last_of_all_rows(const DecoderStep *step) {
-    return last_layer(step) - (step->num_taps ? 0 : step->decoder->num_tail);
-}
-
-static int is_in_tail(const Share *share) { return share->tokens && share->layer > last_of_all_rows(share->step); }
-
 static void rotate(const Share *share) {
     const DecoderStep *step = share->step;
     const DecoderLayer *layer = share->layer;
@@ -203,10 +191,13 @@ static const void *expand_values(const Share *share, const void *attended) {
 /* Update the requests' states for all tokens. In this layer, it replaces attention. */
 static void recur(const Share *share) {
     const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
     const RecurrenceStep args = {
         .layer = share->layer->recurrence,
         .in = step->qkv,
-        .out = step->attended,
+        .out = own_attended_of(share),
+        .gated = has_common_norm(share) ? step->recurred + group->recurred.first : NULL,
+        .gated_stride = group ? group->recurred.width : 0,
         .mixed = step->mixed,
         .states = step->states,
         .rows = step->state_rows,
@@ -231,37 +222,31 @@ static void attend(const Share *share, int is_narrow) {
     Attention args = kind->attention;
     use_plan(&args, kind->plan, is_narrow);
     args.q = share->step->q, args.layer = *share->cache;
-    args.out = share->decoder->group ? share->step->own_attended : share->step->attended;
+    args.out = own_attended_of(share);
     if (is_in_tail(share)) args.q = share->step->tail_q, args.out = share->step->tail_attended;
     args.scale = layer->scale, args.cap_factor = layer->cap_factor, args.sinks = layer->sinks;
     attention_part(&args, share->thread, share->num_threads);
 }
 
-/* Multiply attention's output by the sigmoid of the rows' gates. */
+/* Multiply attention's output, of a rank that for its heads, by the sigmoid of the rows' gates. */
 static void apply_output_gate(const Share *share) {
     const DecoderStep *step = share->step;
-    const int64_t width = share->layer->o.depth, bytes = element_bytes(share->decoder->dtype);
-    const int64_t count = share->layer->output_gate->num_columns;
+    const DecoderGroup *group = share->decoder->group;
+    const int64_t width = group ? own_columns(group, &group->attended) : share->layer->o.depth;
+    const int64_t bytes = element_bytes(share->decoder->dtype), count = share->layer->output_gate->num_columns;
+    char *attended = own_attended_of(share);
     const char *gates = step->output_gates;
     for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
-        output_gate_row((char *)step->attended + row * width * bytes, gates + row * count * bytes, width, width / count,
+        output_gate_row(attended + row * width * bytes, gates + row * count * bytes, width, width / count,
                         share->decoder->dtype);
     pool_barrier();
 }
 
-/* End attention: its whole output can be read then. */
+/* End attention: attended_of() can be read then. */
 static void finish_attention(const Share *share) {
     pool_barrier();
     if (share->layer->output_gate) apply_output_gate(share);
-    const DecoderGroup *group = share->decoder->group;
-    if (!group) return;
-    const DecoderStep *step = share->step;
-    const size_t bytes = element_bytes(share->decoder->dtype), stride = group->attended.width * bytes;
-    const size_t own = step->kinds[share->layer->kind].attention.shape.head_dim * share->decoder->num_heads * bytes;
-    char *out = (char *)step->attended + group->attended.first * bytes;
-    for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
-        memcpy(out + row * stride, (const char *)step->own_attended + row * own, own);
-    gather_columns(share, step->attended, &group->attended, bytes, 0);
+    if (share->decoder->group) gather_attended(share);
 }
 
 /* Compute a layer up to attention from x: q, and K and V in the cache. */
@@ -423,7 +408,7 @@ static const void *pick_rows(const Share *share) {
     const Latent *latent = share->layer->latent;
     const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
     const int64_t bytes = width * element_bytes(share->decoder->dtype), hidden_size = share->decoder->hidden_size;
-    const char *attended = is_in_tail(share) ? step->tail_attended : step->attended;
+    const char *attended = attended_of(share);
     char *picked = share->decoder->num_tail ? step->tail_picked : step->qkv;
     for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
         const int64_t row = share->tokens[i];
@@ -438,7 +423,7 @@ static const void *pick_rows(const Share *share) {
 
 /* Add attention's output; if the MLP runs alongside experts, compute it too. */
 static void add_attention_output(const Share *share) {
-    add_attention(share, share->tokens ? pick_rows(share) : share->step->attended);
+    add_attention(share, share->tokens ? pick_rows(share) : attended_of(share));
     if (share->layer->beside) run_dense_beside(share);
 }
 

@@ -54,7 +54,7 @@ enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, LA
 /* Where a rank's columns are in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
 typedef struct {
     int64_t first, width;
-    const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width; NULL if the ranks share memory */
+    const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width */
 } Place;
 
 /* A group of ranks of which this process is one. The products of its layers have the rank's columns only, but take whole
@@ -63,8 +63,10 @@ typedef struct {
     void *state;          /* of group_wait() */
     GroupStreams *streams; /* instead of memory that all ranks share; or NULL */
     int32_t rank, size;
-    Place attended, hidden, gated, vocabulary; /* of attention; of o and down; of gate_up; of the head */
+    Place attended, recurred, hidden, gated, vocabulary; /* of attention; of recurrences; of o and down; of gate_up; of the head */
     int64_t num_words;    /* of the rank's part of the vocabulary, from vocabulary.first on */
+    int64_t num_turns;    /* of recurrences: a row has so many parts, of which recurred is one, with heads of all groups */
+    int64_t norm_size;    /* of a STATE_SPACE of all ranks: numbers that are normalised together */
 } DecoderGroup;
 
 typedef struct {
@@ -107,7 +109,9 @@ typedef struct {
     void *qkv, *q, *attended, *gated;
     void *queries, *values;             /* of latent attention: its queries; its heads' values; or NULL */
     float *embedded;                    /* of a group: [T, hidden_size], shared; or NULL */
-    void *own_attended;                 /* of a rank of a group: attention's output for its heads; or NULL */
+    void *own_attended;                 /* of a rank of a group: attention's output for its heads, or all of a STATE_SPACE;
+                                         * or NULL */
+    float *recurred;                    /* of a group: [T, recurred.width] gated results of a STATE_SPACE, shared; or NULL */
     void *added;                        /* of x's size: a layer's output that is added to hidden */
     float *normed;                      /* `added` normalised, float32; or NULL if no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */

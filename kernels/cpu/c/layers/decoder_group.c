@@ -69,6 +69,35 @@ static void exchange_embedded(const Share *share) {
     }
 }
 
+/* Gather what all ranks have of a STATE_SPACE, and normalise it: each rank all of it. */
+static void gather_common_norm(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
+    const Recurrence *layer = share->layer->recurrence;
+    const GroupNorm args = {step->recurred, layer->norm, step->own_attended, share->num_rows, group->recurred.width,
+                            group->norm_size, layer->eps, layer->dtype};
+    gather_columns(share, step->recurred, &group->recurred, sizeof(float), 0);
+    group_norm_part(&args, share->thread, share->num_threads);
+    pool_barrier();
+}
+
+void gather_attended(const Share *share) {
+    const DecoderGroup *group = share->decoder->group;
+    if (has_common_norm(share)) {
+        gather_common_norm(share);
+        return;
+    }
+    const Place *place = share->layer->recurrence ? &group->recurred : &group->attended;
+    const size_t bytes = element_bytes(share->decoder->dtype), stride = place->width * bytes;
+    const size_t own = own_columns(group, place) * bytes;
+    char *out = (char *)share->step->attended + place->first * bytes;
+    Share parts = *share; /* a row of each turn is a row here */
+    if (share->layer->recurrence) parts.num_rows *= group->num_turns;
+    for (int64_t row = first_row(&parts, share->thread); row < first_row(&parts, share->thread + 1); row++)
+        memcpy(out + row * stride, (const char *)share->step->own_attended + row * own, own);
+    gather_columns(&parts, share->step->attended, place, bytes, 0);
+}
+
 void embed_in_group(const Share *share, Embedding args) {
     const DecoderStep *step = share->step;
     const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);

@@ -262,29 +262,54 @@ static void states_part(const RecurrenceStep *args, int thread, int num_threads)
 
 /* --- the results --- */
 
-/* out = normed values of a row of results, by their gates. */
-INLINE void finish_row(const RecurrenceStep *args, int64_t token, const int dtype) {
+/* out = each head's results, normalised, times their gates: GATED_DELTA. */
+INLINE void finish_delta_row(const RecurrenceStep *args, int64_t token, const int dtype) {
     const Recurrence *layer = args->layer;
-    const int is_delta = layer->kind == GATED_DELTA;
-    const int64_t width = (int64_t)layer->num_heads * layer->value_dim;
-    float *results = args->mixed + token * args->mixed_stride + (is_delta ? layer->channels - width : 0);
+    const int64_t size = layer->value_dim, width = layer->num_heads * size;
+    float *results = args->mixed + token * args->mixed_stride + layer->channels - width;
     const char *row = (const char *)args->in + token * layer->width * element_bytes(dtype);
     char *out = (char *)args->out + token * width * element_bytes(dtype);
-    const int64_t gate = is_delta ? layer->channels : 0;
-    const int64_t size = is_delta ? layer->value_dim : width / layer->num_groups;
     for (int64_t first = 0; first < width; first += size) {
         float *part = results + first;
-        if (!is_delta)
-            for (int64_t i = 0; i < size; i += LANES)
-                store_some(part, i, size - i, gated(load_some(row, gate + first + i, size - i, dtype),
-                                                    load_some(part, i, size - i, FLOAT32), SILU), FLOAT32);
-        normalise(part, FLOAT32, layer->norm + (is_delta ? 0 : first), layer->eps, size, part, FLOAT32);
+        normalise(part, FLOAT32, layer->norm, layer->eps, size, part, FLOAT32);
         for (int64_t i = 0; i < size; i += LANES) {
-            Floats result = load_some(part, i, size - i, FLOAT32);
-            if (is_delta) result = gated(load_some(row, gate + first + i, size - i, dtype), result, SILU);
-            store_some(out, first + i, size - i, result, dtype);
+            const Floats gate = load_some(row, layer->channels + first + i, size - i, dtype);
+            store_some(out, first + i, size - i, gated(gate, load_some(part, i, size - i, FLOAT32), SILU), dtype);
         }
     }
+}
+
+/* Write a row of results times their gates to `to`: STATE_SPACE. */
+INLINE void gate_row(const RecurrenceStep *args, int64_t token, float *to, const int dtype) {
+    const Recurrence *layer = args->layer;
+    const int64_t width = (int64_t)layer->num_heads * layer->value_dim;
+    const float *results = args->mixed + token * args->mixed_stride;
+    const char *row = (const char *)args->in + token * layer->width * element_bytes(dtype);
+    for (int64_t i = 0; i < width; i += LANES) {
+        const Floats gate = load_some(row, i, width - i, dtype);
+        store_some(to, i, width - i, gated(gate, load_some(results, i, width - i, FLOAT32), SILU), FLOAT32);
+    }
+}
+
+/* Normalise each group of a row of gated results. */
+INLINE void norm_row(const float *gated, const float *weight, char *out, int64_t width, int64_t size, float eps,
+                     const int dtype) {
+    for (int64_t first = 0; first < width; first += size)
+        normalise(gated + first, FLOAT32, weight + first, eps, size, out + first * element_bytes(dtype), dtype);
+}
+
+INLINE void finish_row(const RecurrenceStep *args, int64_t token, const int dtype) {
+    const Recurrence *layer = args->layer;
+    if (layer->kind == GATED_DELTA) {
+        finish_delta_row(args, token, dtype);
+        return;
+    }
+    const int64_t width = (int64_t)layer->num_heads * layer->value_dim;
+    float *to = args->gated ? args->gated + token * args->gated_stride : args->mixed + token * args->mixed_stride;
+    gate_row(args, token, to, dtype);
+    if (args->gated) return;
+    char *out = (char *)args->out + token * width * element_bytes(dtype);
+    norm_row(to, layer->norm, out, width, width / layer->num_groups, layer->eps, dtype);
 }
 
 static void results_part(const RecurrenceStep *args, int thread, int num_threads) {
@@ -295,6 +320,19 @@ static void results_part(const RecurrenceStep *args, int thread, int num_threads
             finish_row(args, token, BFLOAT16);
         else
             finish_row(args, token, FLOAT32);
+    }
+}
+
+void group_norm_part(const GroupNorm *args, int thread, int num_threads) {
+    const int64_t width = args->width, bytes = width * element_bytes(args->dtype);
+    const int64_t end = first_of(args->num_rows, 1, thread + 1, num_threads);
+    for (int64_t row = first_of(args->num_rows, 1, thread, num_threads); row < end; row++) {
+        const float *gated = args->gated + row * width;
+        char *out = (char *)args->out + row * bytes;
+        if (args->dtype == BFLOAT16)
+            norm_row(gated, args->weight, out, width, args->size, args->eps, BFLOAT16);
+        else
+            norm_row(gated, args->weight, out, width, args->size, args->eps, FLOAT32);
     }
 }
 

@@ -53,10 +53,25 @@ typedef struct {
     const int64_t *positions;     /* [T]; a request that starts at 0 starts with a state of zeros */
     const int64_t *saves;         /* [T] row to which the state after the token is copied, below 0: none; NULL: none */
     int64_t state_stride, mixed_stride, num_requests;
+    float *gated; /* of STATE_SPACE: [T, gated_stride] results times their gates, instead of out; group_norm_part() does the
+                   * rest. Otherwise NULL */
+    int64_t gated_stride;
 } RecurrenceStep;
+
+/* What a step of STATE_SPACE leaves to do if it has written `gated`. */
+typedef struct {
+    const float *gated, *weight; /* [num_rows, width]; [width] */
+    void *out;                   /* [num_rows, width] of dtype */
+    int64_t num_rows, width, size; /* size: numbers that are normalised together */
+    float eps;
+    int32_t dtype;
+} GroupNorm;
 
 /* Compute out and the new states. All threads call this; there are barriers inside, but none at the end. */
 void recurrence_part(const RecurrenceStep *args, int thread, int num_threads);
 void recurrence(const RecurrenceStep *args);
+
+/* Normalise rows of gated results. All threads call this. */
+void group_norm_part(const GroupNorm *args, int thread, int num_threads);
 
 #endif

@@ -117,8 +117,8 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(fds) FIELD(room) FIELD(room_bytes) FIELD(rank) FIELD(size)
 #undef STRUCT
 #define STRUCT DecoderGroup
-    WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size) FIELD(attended) FIELD(hidden) FIELD(gated) FIELD(vocabulary)
-    FIELD(num_words)
+    WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size) FIELD(attended) FIELD(recurred) FIELD(hidden) FIELD(gated)
+    FIELD(vocabulary) FIELD(num_words) FIELD(num_turns) FIELD(norm_size)
 #undef STRUCT
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)
@@ -131,7 +131,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderStep
     WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(logits_rows)
     FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(queries)
-    FIELD(values) FIELD(embedded) FIELD(own_attended) FIELD(added)
+    FIELD(values) FIELD(embedded) FIELD(own_attended) FIELD(recurred) FIELD(added)
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
     FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given) FIELD(rotations) FIELD(deep) FIELD(num_deep)
@@ -188,7 +188,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT RecurrenceStep
     WHOLE FIELD(layer) FIELD(in) FIELD(out) FIELD(mixed) FIELD(states) FIELD(rows) FIELD(firsts) FIELD(positions)
-    FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
+    FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests) FIELD(gated) FIELD(gated_stride)
 #undef STRUCT
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)
