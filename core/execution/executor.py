@@ -50,6 +50,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     #: Bytes of a row's recurrent state, which covers exactly the tokens that the row has computed. 0: there is none.
     #: Those of all workers that compute the model together.
     state_bytes: int = 0
+    #: Memory of the device that computes the model, if it has its own. 0: it computes in the host's memory.
+    device_memory_bytes: int = 0
     state_tokens: int = 0  # K and V of this many tokens have as many bytes
     #: If only some layers have kv_window, they have their own KV blocks: this many in a page. 0: all layers have it.
     kv_page_blocks: int = 0

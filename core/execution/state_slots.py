@@ -3,7 +3,7 @@
 An executor stores them in this order.
 """
 
-from ipc.options.config import EngineConfig
+from ipc.options.step_sizes import SizedConfig
 from ipc.options.workers import most_in_flight
 
 #: The most states kept per row, in addition to those at places where a later prompt may leave an earlier one.
@@ -14,13 +14,13 @@ MOST_GUESSES = 64
 _MOST_DRAFTS = 32
 
 
-def num_states(config: EngineConfig, state_bytes: int) -> int:
+def num_states(config: SizedConfig, state_bytes: int) -> int:
     """Return the number of all states."""
     kept, swapped = num_state_slots(config, state_bytes), num_swap_states(config, state_bytes)
     return config.max_num_seqs + kept + swapped + num_draft_states(config, state_bytes)
 
 
-def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
+def num_state_slots(config: SizedConfig, state_bytes: int) -> int:
     """Return the number of slots for kept states of state_bytes: what is left of half of the cache's memory.
 
     config: kv_cache_memory_bytes and max_num_seqs are resolved. 0 without a prefix cache, or for models without states.
@@ -31,7 +31,7 @@ def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
     return max(0, min(left - num_draft_states(config, state_bytes), _EACH * config.max_num_seqs + 2 * MOST_GUESSES))
 
 
-def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
+def num_draft_states(config: SizedConfig, state_bytes: int) -> int:
     """Return how many drafts have a state before them: an eighth of what half of the memory can hold.
 
     config: kv_cache_memory_bytes is resolved. 0 without speculation, or for models without states.
@@ -41,17 +41,17 @@ def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
     return min(config.kv_cache_memory_bytes // 2 // state_bytes // 8, _MOST_DRAFTS)
 
 
-def most_drafts(config: EngineConfig, state_bytes: int) -> int:
+def most_drafts(config: SizedConfig, state_bytes: int) -> int:
     """Return how many drafts a step may have."""
     return num_draft_states(config, state_bytes) // num_sharing_steps(config)
 
 
-def num_sharing_steps(config: EngineConfig) -> int:
+def num_sharing_steps(config: SizedConfig) -> int:
     """Return how many steps share the states before drafts: in all stages but the last, each that is in flight."""
     return most_in_flight(config) if config.pipeline_parallel_size > 1 else 1
 
 
-def num_swap_states(config: EngineConfig, state_bytes: int) -> int:
+def num_swap_states(config: SizedConfig, state_bytes: int) -> int:
     """Return how many swapped requests have room for their states: in half of the swap space.
 
     config: max_num_seqs is resolved. 0 if requests are only recomputed, or for models without states.

@@ -3,19 +3,20 @@
 from core.execution.executor import ModelInfo
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
+from ipc.options.step_sizes import SizedConfig, chosen_sizes
 
-DEFAULT_TOKEN_BUDGET = 512  # tokens in a step
 DEFAULT_ENCODER_CACHE_BYTES = 256 << 20  # 1,800 images of 64 tokens of 576 numbers
 
 
-def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int = 0) -> int:
+def token_budget(config: SizedConfig, max_model_len: int, max_whole_tokens: int = 0, *, device_bytes: int = 0) -> int:
     """Return the configured max_num_batched_tokens, or its default: at least max_model_len without chunked prefill.
 
-    max_whole_tokens: see ModelInfo. A step must fit this many tokens plus one token of every other row.
+    max_whole_tokens: see ModelInfo. A step must fit this many tokens plus one token of every other row. device_bytes:
+    see chosen_sizes().
     Errors: ConfigError if the given budget is too small for a whole prompt of max_model_len tokens, or for
     max_whole_tokens; and if long_prefill_token_threshold is.
     """
-    given = config.max_num_batched_tokens
+    given, chosen = config.max_num_batched_tokens, chosen_sizes(device_bytes).num_tokens
     if config.enable_chunked_prefill:
         least = max_whole_tokens and max_whole_tokens + config.max_num_seqs - 1
         if given is not None and given < least:
@@ -29,14 +30,14 @@ def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int
                 f"long_prefill_token_threshold={config.long_prefill_token_threshold}: an image's {max_whole_tokens} "
                 f"tokens are computed in one step: set it to at least {max_whole_tokens}"
             )
-        return given or max(DEFAULT_TOKEN_BUDGET, least)
+        return given or max(chosen, least)
     if given is not None and given < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={given} is less than max_model_len={max_model_len}, and with "
             "enable_chunked_prefill=false a whole prompt must fit one step: leave max_num_batched_tokens out, set it "
             f"to at least {max_model_len}, or set max_model_len to at most {given}"
         )
-    return given or max(DEFAULT_TOKEN_BUDGET, max_model_len)
+    return given or max(chosen, max_model_len)
 
 
 def encoder_sizes(config: EngineConfig, info: ModelInfo, num_step_tokens: int) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import torch
 
@@ -23,6 +24,7 @@ from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.step_sizes import SizedConfig, with_rows
 from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
@@ -44,13 +46,15 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU, because bfloat16 is slow in Triton's interpreter.
-        self._loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32)
-        model, self.info = self._loaded.model, self._loaded.info
+        loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32)
+        model = loaded.model
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations
-        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self.memory = CudaMemory(model, model.operations, config)
+        self.info = msgspec.structs.replace(loaded.info, device_memory_bytes=self.memory.device_bytes)
+        self._loaded = loaded._replace(info=self.info)
+        self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._overlaps = overlaps(config)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -120,7 +124,7 @@ def create(config: EngineConfig) -> CudaExecutor:
 # CudaMemory: measures the GPU memory available for the KV cache; a part of the CUDA executor.
 
 
-def most_alone(config: EngineConfig) -> int:
+def most_alone(config: SizedConfig) -> int:
     """Return the most tokens of a step that attention computes one by one: one per row, and its drafts.
 
     Memory for the partial results of their contexts is kept free. Drafts from grammars alone need none: without
@@ -135,9 +139,12 @@ class CudaMemory:
     """Measures free GPU memory after the model is loaded and before the KV cache is allocated."""
 
     def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
-        """Keep the arguments. operations: the model's."""
-        self._model, self._operations, self._config = model, operations, config
-        self._device = operations.device
+        """operations: the model's. config: sizes that it does not give are chosen."""
+        self._model, self._operations, self._device = model, operations, operations.device
+        on_gpu = self._device.type == "cuda"
+        #: The GPU's memory; 0 in Triton's interpreter, which computes in the host's.
+        self.device_bytes = torch.cuda.mem_get_info(self._device)[1] if on_gpu else 0
+        self._config = with_rows(config, self.device_bytes)
 
     def cache_bytes(self) -> int | None:
         """Return the bytes that gpu_memory_utilization leaves after the weights and the largest step.
@@ -147,7 +154,7 @@ class CudaMemory:
         """
         if self._device.type != "cuda":
             return None
-        total = torch.cuda.mem_get_info(self._device)[1]
+        total = self.device_bytes
         with self.fits():
             peak = self._peak_bytes(self.largest_step)
             # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
@@ -190,7 +197,7 @@ class CudaMemory:
 
     def _token_budget(self) -> int:
         """Return the tokens of the largest step."""
-        return token_budget(self._config, self._max_model_len())
+        return token_budget(self._config, self._max_model_len(), device_bytes=self.device_bytes)
 
     def _tables_bytes(self) -> int:
         """Return the bytes of the tables in core/runner/cuda_model_runner.py, which are allocated later."""

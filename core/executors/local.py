@@ -35,6 +35,7 @@ from core.runner.state_rows import RowStates
 from ipc.errors import ConfigError, ModelFileError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.step_sizes import with_rows
 from ipc.wire.weights_messages import WeightsMark
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
@@ -71,7 +72,7 @@ class LocalExecutor:
         #: The caller is one of the kernels' threads, and its CPU time does not count time spent waiting for a core.
         #: Ranks sleep while they wait for one another, and torch's threads cannot be counted, so these use wall time.
         self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
-        self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), config.max_num_seqs
+        self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), with_rows(config).max_num_seqs
         #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
         settings = config.speculative_config
@@ -109,7 +110,7 @@ class LocalExecutor:
         self._run = self.runner.execute
         self._ahead = BlocksAhead(self.runner.cache)
 
-    def _make_states(self, config: EngineConfig) -> RowStates | None:
+    def _make_states(self, config: ResolvedConfig) -> RowStates | None:
         """Return the recurrent states of the rows, and additional ones. Errors: MemoryError."""
         num_spare, count = (of(config, self.info.state_bytes) for of in (num_draft_states, num_states))
         states = self._model.allocate_states(count) if isinstance(self._model, Llama) else None

@@ -26,6 +26,7 @@ from ipc.records.black_box import (
     Page,
     Reading,
     request_digest,
+    rows_of,
     size_of,
 )
 
@@ -45,19 +46,23 @@ class _Size:
 class BlackBox:
     """The writer of one page.
 
-    fd: the memory file's; -1 = it is not read. A file of another size, created by an owner of another version, is not
-    used either. num_rows: the engine's max_num_seqs. warm_up_ns: how long Executor.warm_up() took, used to predict the
-    first step; 0 = unknown. wait_ns: how long the images of any step may take.
+    fd: the memory file's; -1 = it is not read. A file with too few rows, or of a size that no page has, created by an
+    owner of another version, is not used either. num_rows: the engine's max_num_seqs. warm_up_ns: how long
+    Executor.warm_up() took, used to predict the first step; 0 = unknown. wait_ns: how long the images of any step may
+    take.
     """
 
     def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, *, wait_ns: int = 0) -> None:
-        size = size_of(num_rows)
-        page = Page(mmap.mmap(fd if fd < 0 or os.fstat(fd).st_size == size else -1, size), num_rows)
+        self._ends_bytes = 8 * num_rows
+        if fd >= 0 and rows_of(fd) >= num_rows:
+            num_rows = rows_of(fd)
+        else:
+            fd = -1
+        page = Page(mmap.mmap(fd, size_of(num_rows)), num_rows)
         self._memory: Any = page.memory  # accepts columns, which their type does not express
         self._slowest_ns = page.slowest_ns
         _, ends, rows, counts, self._digests = page.offsets
         self._slots = [(rows + 4 * n * num_rows, counts + 4 * n * num_rows, ends + 8 * n * num_rows) for n in (0, 1)]
-        self._ends_bytes = 8 * num_rows
         self._warm_up_ns, self._wait_ns = warm_up_ns, wait_ns
         self._kinds = [_Size(*of_kind) for of_kind in page.slowest_ns.T.tolist()]  # including those of previous engines
         self._expect()

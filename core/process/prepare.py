@@ -22,6 +22,7 @@ from ipc.machine.memory import usable_memory_bytes
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
+from ipc.options.step_sizes import with_rows
 from ipc.options.tokenizer_files import client_files_of
 from ipc.options.workers import has_workers
 from ipc.wire.messages import ModelDescription, TokenizerFiles
@@ -77,17 +78,26 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
             f"engine-core: max_model_len is {resolved.max_model_len} instead of the model's "
             f"{executor.info.max_model_len}: the KV cache is too small for more ({option})"
         )
-    if resolved.max_num_seqs < config.max_num_seqs:
-        log.say(
-            f"engine-core: max_num_seqs is {resolved.max_num_seqs} instead of {config.max_num_seqs}: half of "
-            "kv_cache_memory_bytes is too small for more recurrent states"
-        )
+    _say_sizes(config, resolved, executor.info.device_memory_bytes)
     executor.initialize_cache(resolved)
     resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
     if (settings := resolved.speculative_config) is not None:
         _warn_of_dear_drafts(settings)
     tokenizer = TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
     return Prepared(resolved, executor, tokenizer, default_sampling, executor.warm_up(), description)
+
+
+def _say_sizes(config: EngineConfig, resolved: ResolvedConfig, device_bytes: int) -> None:
+    """Say which sizes of a step were chosen for a device, and which are smaller than wanted."""
+    if (wanted := with_rows(config, device_bytes).max_num_seqs) > resolved.max_num_seqs:
+        log.say(
+            f"engine-core: max_num_seqs is {resolved.max_num_seqs} instead of {wanted}: half of "
+            "kv_cache_memory_bytes is too small for more recurrent states"
+        )
+    chosen = [name for name in ("max_num_seqs", "max_num_batched_tokens") if getattr(config, name) is None]
+    if device_bytes and chosen:
+        sizes = " and ".join(f"{name}={getattr(resolved, name)}" for name in chosen)
+        log.say(f"engine-core: {sizes}, chosen by the device's memory of {device_bytes / 2**30:.0f} GiB")
 
 
 def _warn_of_dear_drafts(settings: SpeculativeConfig) -> None:

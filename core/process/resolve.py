@@ -21,6 +21,7 @@ from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.log_lines import counted
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.step_sizes import SizedConfig, with_rows
 from ipc.options.workers import overlaps
 from ipc.tables.rounding import ceil_div
 
@@ -39,7 +40,7 @@ def default_cache_bytes(total_memory_bytes: int) -> int:
 
 
 def resolve(
-    config: EngineConfig,
+    given: EngineConfig,
     info: ModelInfo,
     blocks_in: BlocksIn,
     *,
@@ -49,10 +50,10 @@ def resolve(
 ) -> ResolvedConfig:
     """Return the config with every size set.
 
-    It sets dtype, max_model_len, max_num_batched_tokens, max_num_encoder_input_tokens, encoder_cache_size,
-    kv_cache_memory_bytes, num_blocks_override (the number of KV blocks, including the null block), threads,
-    num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and async_scheduling. Costs of preemption that are not
-    given are 1 until resolve_costs(), which needs the cache.
+    It sets dtype, max_num_seqs, max_model_len, max_num_batched_tokens, max_num_encoder_input_tokens,
+    encoder_cache_size, kv_cache_memory_bytes, num_blocks_override (the number of KV blocks, including the null block),
+    threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and async_scheduling. Costs of preemption that
+    are not given are 1 until resolve_costs(), which needs the cache.
     device_bytes: free bytes for the cache on a device. An encoder computes whole prompts and caches none of them.
 
     Errors: ConfigError if max_model_len exceeds the model's, kv_window or kv_page_blocks differ from the model's,
@@ -60,7 +61,8 @@ def resolve(
     encoder_cache_size is too small (core/execution/token_budget.py).
     OutOfMemoryError, with what to change, if the cache cannot hold one request.
     """
-    memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
+    memory_bytes = given.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
+    config = with_rows(given, info.device_memory_bytes)
     if info.is_encoder:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     if info.state_bytes:
@@ -73,7 +75,7 @@ def resolve(
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     room = _room(config, info)
     max_model_len = _max_model_len(config, info, room, available, memory_bytes, bytes_per_block)
-    budget = token_budget(config, max_model_len, info.max_whole_tokens)
+    budget = token_budget(config, max_model_len, info.max_whole_tokens, device_bytes=info.device_memory_bytes)
     useful = config.max_num_seqs * room.num_pages(max_model_len) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)
@@ -119,7 +121,7 @@ def resolve_costs(
     )
 
 
-def _check_length(config: EngineConfig, info: ModelInfo) -> None:
+def _check_length(config: SizedConfig, info: ModelInfo) -> None:
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {counted(info.max_model_len, 'token')} that "
@@ -127,7 +129,7 @@ def _check_length(config: EngineConfig, info: ModelInfo) -> None:
         )
 
 
-def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
+def _kv_window(config: SizedConfig, info: ModelInfo) -> int:
     given = config.kv_window
     if given and not 0 < info.kv_window <= given:
         seen = counted(info.kv_window, "token") if info.kv_window else "all tokens before it"
@@ -135,18 +137,20 @@ def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
     return info.kv_window if given is None else given
 
 
-def _room(config: EngineConfig, info: ModelInfo) -> CacheRoom:
+def _room(config: SizedConfig, info: ModelInfo) -> CacheRoom:
     """Return how much of the cache requests take: pages, if layers with a window have their own blocks."""
     if config.kv_page_blocks not in (None, info.kv_page_blocks):
         raise ConfigError(
             f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has "
             f"{counted(info.kv_page_blocks, 'KV block')}: leave it out, or use 0"
         )
-    num_step_tokens = token_budget(config, 0, info.max_whole_tokens) if info.kv_page_blocks else 0
+    num_step_tokens = 0
+    if info.kv_page_blocks:
+        num_step_tokens = token_budget(config, 0, info.max_whole_tokens, device_bytes=info.device_memory_bytes)
     return cache_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
 
 
-def _num_swap_blocks(config: EngineConfig, info: ModelInfo, bytes_per_block: int) -> int:
+def _num_swap_blocks(config: SizedConfig, info: ModelInfo, bytes_per_block: int) -> int:
     if config.preemption_mode == "recompute":
         return 0
     if config.num_swap_blocks is not None:
@@ -155,7 +159,7 @@ def _num_swap_blocks(config: EngineConfig, info: ModelInfo, bytes_per_block: int
     return min((config.swap_space_bytes - states) // bytes_per_block, 2**30)
 
 
-def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int) -> int:
+def _num_host_blocks(config: SizedConfig, info: ModelInfo, bytes_per_page: int) -> int:
     """Return the number of host blocks for what the cache evicts. A window block takes as many as a page has."""
     if not config.enable_prefix_caching:
         return 0
@@ -177,7 +181,7 @@ def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int)
 
 
 def _max_model_len(
-    config: EngineConfig,
+    config: SizedConfig,
     info: ModelInfo,
     room: CacheRoom,
     available: int,
@@ -204,7 +208,7 @@ def _max_model_len(
     return config.max_model_len
 
 
-def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_block: int) -> str:
+def _remedy(config: SizedConfig, memory_bytes: int, needed: int, bytes_per_block: int) -> str:
     if config.num_blocks_override is not None:
         return f"set num_blocks_override to at least {needed}"
     return f"set kv_cache_memory_bytes to at least {needed * bytes_per_block} (it is {memory_bytes})"
@@ -217,7 +221,7 @@ def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_bloc
 # (core/runner/state_rows.py).
 
 
-def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
+def for_recurrent_layers(config: SizedConfig, info: ModelInfo, memory_bytes: int) -> SizedConfig:
     """Return the config of a model with recurrent layers, with a max_num_seqs whose states fit half of memory_bytes.
 
     At least a quarter of the states are kept for later requests, if there is a prefix cache.

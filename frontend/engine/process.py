@@ -23,6 +23,7 @@ from ipc import errors
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
 from ipc.options.config import EngineConfig
+from ipc.options.step_sizes import most_rows
 from ipc.records.black_box import BlackBoxFile, BlackBoxReader
 from ipc.records.flight_ring import FlightFile
 from ipc.wire.pipes import FrameReader, decode_start_report, write_frame
@@ -107,7 +108,7 @@ class EngineProcess:
         private = private_ipc_address() if self._listen is None else None
         try:
             address = self._listen or private or ""
-            self._box = self._box or BlackBoxFile(self.config.max_num_seqs)
+            self._box = self._box or BlackBoxFile(most_rows(self.config))
             self._flight = _flight_file(self.config) if standby is None else standby.flight
             if self.config.enable_lora and self._adapters_fd < 0:
                 self._adapters_fd = os.memfd_create("engine-core-adapters", os.MFD_CLOEXEC)

@@ -495,5 +495,5 @@ class Standing:
         welcome = self._client.welcome
         if self._box_epoch != welcome.epoch:
             self._box_epoch = welcome.epoch
-            self._box = find_black_box(welcome.pid, welcome.limits.max_num_seqs)
+            self._box = find_black_box(welcome.pid)
         return "" if self._box is None else trouble(self._box.read(), time.monotonic_ns(), self._hang_timeout)

@@ -29,19 +29,23 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     max_num_seqs: Annotated[
-        int,
+        int | None,
         Option(
             "scheduling",
-            "requests that run at the same time",
+            "requests that run at the same time; default: 32, on a GPU 256 to 1024 by its memory",
             1,
             65_536,
             flags=("-np", "--parallel", "--max-running-requests"),
         ),
-    ] = 32
+    ] = None
     max_num_batched_tokens: Annotated[
         int | None,
         Option(
-            "scheduling", "token budget of a step; default: 512, with whole prompts at least max_model_len", 1, 2**24
+            "scheduling",
+            "token budget of a step; default: 512, on a GPU 4096 or 8192 by its memory; with whole prompts at least "
+            "max_model_len",
+            1,
+            2**24,
         ),
     ] = None
     block_size: Annotated[

@@ -2,10 +2,10 @@
 
 import msgspec
 
-from ipc.options.config import EngineConfig
+from ipc.options.step_sizes import SizedConfig
 
 
-class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True):
+class ResolvedConfig(SizedConfig, frozen=True, kw_only=True, omit_defaults=True):
     """The options that an engine runs with, once it knows its model and its machine.
 
     Only options that are off without a value are still None. The options declared here are None in an EngineConfig

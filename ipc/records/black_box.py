@@ -115,18 +115,30 @@ class Page:
         self.digests = take("u1", num_rows, DIGEST_BYTES)  # by row
 
 
+_ROW_BYTES = 16 + 8 + 8 + DIGEST_BYTES
+
+
 def size_of(num_rows: int) -> int:
-    """Return the bytes of a page for an engine with this many rows."""
-    return HEADER.size + 16 * NUM_SIZES + num_rows * (16 + 8 + 8 + DIGEST_BYTES)
+    """Return the bytes of a page with this many rows."""
+    return HEADER.size + 16 * NUM_SIZES + num_rows * _ROW_BYTES
+
+
+def rows_of(fd: int) -> int:
+    """Return the rows of the page in a memory file; 0 if the file has no page's size, like one of another version."""
+    num_rows, rest = divmod(os.fstat(fd).st_size - size_of(0), _ROW_BYTES)
+    return 0 if rest else max(0, num_rows)
 
 
 class BlackBoxReader:
-    """Read an engine's black box. fd: of the memory file (not closed here); num_rows: the engine's max_num_seqs.
+    """Read an engine's black box. fd: of the memory file (not closed here).
 
-    Reading costs a few microseconds and never waits for the engine.
+    Reading costs a few microseconds and never waits for the engine. Errors: ValueError if the file has no page's size.
     """
 
-    def __init__(self, fd: int, num_rows: int) -> None:
+    def __init__(self, fd: int) -> None:
+        num_rows = rows_of(fd)
+        if not num_rows:
+            raise ValueError(f"a file of {os.fstat(fd).st_size} bytes is no black box of this version")
         self._page = Page(mmap.mmap(fd, size_of(num_rows), prot=mmap.PROT_READ), num_rows)
 
     def read(self) -> Reading:
@@ -161,23 +173,26 @@ class BlackBoxReader:
         return list(found.values())
 
 
-def find_black_box(pid: int, num_rows: int) -> BlackBoxReader | None:
+def find_black_box(pid: int) -> BlackBoxReader | None:
     """Return a reader of the black box of an engine on this machine; None if this user may not read it.
 
-    pid: the engine process's, as Welcome has it; num_rows: its max_num_seqs.
+    pid: the engine process's, as Welcome has it.
     """
     for fd in find_memory_files(pid, NAME):
         with contextlib.suppress(OSError, ValueError):
-            reader = BlackBoxReader(fd, num_rows)
+            reader = BlackBoxReader(fd)
             if reader.read().pid == pid:
                 return reader
     return None
 
 
 class BlackBoxFile:
-    """A new page in memory, for the owner of an engine. It is freed once this object and all mappings are gone."""
+    """A new page in memory, for the owner of an engine. It is freed once this object and all mappings are gone.
+
+    num_rows: at least those of the engine.
+    """
 
     def __init__(self, num_rows: int) -> None:
         self.fd = make_memory_file(NAME, size_of(num_rows))
         weakref.finalize(self, os.close, self.fd)
-        self.reader = BlackBoxReader(self.fd, num_rows)
+        self.reader = BlackBoxReader(self.fd)

@@ -14,6 +14,7 @@ from core.runner.trial_loop import LoopDurations
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
+from ipc.options.step_sizes import SizedConfig
 from kernels.elements import FLOAT32
 from kernels.triton import decode_attention
 from tests.triton_device import ANYWHERE, ON_GPU
@@ -48,6 +49,7 @@ def executor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
 
 def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
     monkeypatch.setattr(executor.memory, "_device", torch.device("cuda"))
+    monkeypatch.setattr(executor.memory, "device_bytes", 10 * GIB)
     monkeypatch.setattr(executor.memory, "largest_step", lambda: None)
     monkeypatch.setattr(executor.memory, "largest_decode", lambda: None)
     return executor
@@ -84,7 +86,7 @@ def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
 @pytest.mark.parametrize(("num_rows", "num_drafts", "expected"), [(3, None, 3), (3, 7, 24), (200, 7, 328)])
 def test_each_draft_has_parts_of_contexts_too(num_rows: int, num_drafts: int | None, expected: int) -> None:
     drafts = None if num_drafts is None else SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts)
-    assert most_alone(EngineConfig(max_num_seqs=num_rows, speculative_config=drafts)) == expected
+    assert most_alone(SizedConfig(max_num_seqs=num_rows, speculative_config=drafts)) == expected
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ DONE = ModelRunnerOutput(0, NO_INT32S)
 class Steps:
     """A scheduler, as far as a black box reads it."""
 
-    def __init__(self, box: BlackBox) -> None:
-        self.computed = np.zeros(8, np.int64)
+    def __init__(self, box: BlackBox, num_rows: int = 8) -> None:
+        self.computed = np.zeros(num_rows, np.int64)
         self.table = SimpleNamespace(num_computed_tokens=self.computed)
         self.stats = SimpleNamespace(num_scheduled_tokens=0)
         self.box = box
@@ -187,6 +187,20 @@ def test_a_page_of_another_version_is_left_alone() -> None:
         assert os.pread(file, 4096, 0) == bytes(size_of(4) - 16)
     finally:
         os.close(file)
+
+
+def test_a_page_may_have_more_rows_than_the_engine() -> None:
+    """The owner makes it before the engine has chosen its number of rows."""
+    page = BlackBoxFile(8)
+    steps = Steps(BlackBox(page.fd, 3, 0), num_rows=3)
+    steps.computed[[0, 2]] = 5, 1
+    steps.begin([0, 2], [5, 1], new_row(0, [1] * 5, []), new_row(2, [2], []))
+    reading = page.reader.read()
+    assert (reading.num_running, reading.num_tokens) == (2, 6)
+    assert [(suspect.start, suspect.end) for suspect in page.reader.suspects()] == [(0, 5), (0, 1)]
+    too_few = BlackBoxFile(2)
+    Steps(BlackBox(too_few.fd, 3, 0), num_rows=3).begin([0], [1])
+    assert too_few.reader.read() == NO_READING
 
 
 def test_a_step_may_wait_for_its_turn() -> None:

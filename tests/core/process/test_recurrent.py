@@ -15,6 +15,7 @@ from core.process.resolve import for_recurrent_layers, resolve
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
+from ipc.options.step_sizes import SizedConfig
 from ipc.wire.messages import AddRequest
 from tests.core.draft_heads import LLAMA
 from tests.core.process.tiny_lfm2 import lfm2_folder
@@ -44,14 +45,14 @@ def test_states_are_kept_in_what_is_left_of_half_of_it() -> None:
     assert (config.max_num_seqs, num_state_slots(config, 1000)) == (16, 34)
     assert num_state_slots(resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2), 1000) == 48
     assert num_state_slots(resolved(kv_cache_memory_bytes=1_000_000, max_num_seqs=2), 1000) == 4 * 2 + 2 * 64
-    whole = for_recurrent_layers(EngineConfig(enable_chunked_prefill=False), INFO, 100_000)
+    whole = for_recurrent_layers(SizedConfig(enable_chunked_prefill=False), INFO, 100_000)
     assert whole.enable_prefix_caching
 
 
 def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
     config = resolved(kv_cache_memory_bytes=20_000, max_num_seqs=16)
     assert (config.max_num_seqs, config.num_blocks_override, config.enable_prefix_caching) == (8, 10_000 // 1600, True)
-    config = for_recurrent_layers(EngineConfig(max_num_seqs=16), INFO, 7_900)
+    config = for_recurrent_layers(SizedConfig(max_num_seqs=16), INFO, 7_900)
     assert (config.max_num_seqs, config.enable_prefix_caching) == (3, False)
     with pytest.raises(OutOfMemoryError, match=r"state of a request takes 1000 bytes.*set it to at least 2000"):
         resolved(kv_cache_memory_bytes=1_999)

@@ -3,12 +3,16 @@
 import msgspec
 import pytest
 
+from core import log
 from core.execution.executor import Costs, ModelInfo, StepCosts
+from core.executors.fake import FakeExecutor
+from core.process import prepare as prepare_module
 from core.process.resolve import default_cache_bytes, resolve, resolve_costs
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
+from ipc.options.step_sizes import most_rows
 
 GIB = 1 << 30
 BYTES_PER_TOKEN = 4096
@@ -99,6 +103,57 @@ def test_the_budget_of_a_step_is_512_and_for_whole_prompts_at_least_the_longest(
     assert resolved(**whole, max_model_len=1000).max_num_batched_tokens == 1000
     assert resolved(**whole, max_model_len=100).max_num_batched_tokens == 512
     assert resolved(**whole, num_blocks_override=51).max_num_batched_tokens == 50 * 16  # what the cache has room for
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "expected"),
+    [
+        (0, (32, 512)),
+        (8 * GIB, (256, 4096)),
+        (36 * GIB - 1, (256, 4096)),
+        (40 * GIB, (512, 8192)),
+        (79 * GIB, (1024, 8192)),
+        (139 * GIB, (1024, 8192)),
+    ],
+)
+def test_rows_and_budget_follow_the_memory_of_the_device(device_bytes: int, expected: tuple[int, int]) -> None:
+    info = msgspec.structs.replace(INFO, device_memory_bytes=device_bytes)
+
+    def sizes(**options: object) -> tuple[int, int]:
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+        found = resolve(config, info, blocks_in, total_memory_bytes=64 * GIB, num_cpus=1)
+        assert found.max_num_seqs <= most_rows(config), "the owner makes the black box before the engine knows its rows"
+        return found.max_num_seqs, found.max_num_batched_tokens
+
+    assert sizes() == expected
+    assert sizes(max_num_seqs=7) == (7, expected[1])
+    assert sizes(max_num_batched_tokens=100) == (expected[0], 100)
+    assert sizes(enable_chunked_prefill=False) == (expected[0], max(2048, expected[1]))
+
+
+def test_sizes_that_a_device_chose_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    monkeypatch.setattr(log, "say", said.append)
+
+    def start(device_bytes: int, **options: object) -> None:
+        def load(config: EngineConfig) -> FakeExecutor:
+            executor = FakeExecutor(config)
+            executor.info = msgspec.structs.replace(executor.info, device_memory_bytes=device_bytes)
+            return executor
+
+        monkeypatch.setattr(prepare_module, "load_executor", load)
+        config = EngineConfig(executor="fake", kv_cache_memory_bytes=GIB, **options)  # type: ignore[arg-type]
+        prepare_module.prepare(config, lambda phase: None)
+
+    start(0)
+    start(80 * GIB, max_num_seqs=4, max_num_batched_tokens=64)
+    assert said == []
+    start(80 * GIB, max_num_seqs=4)
+    start(24 * GIB)
+    assert said == [
+        "engine-core: max_num_batched_tokens=8192, chosen by the device's memory of 80 GiB",
+        "engine-core: max_num_seqs=256 and max_num_batched_tokens=4096, chosen by the device's memory of 24 GiB",
+    ]
 
 
 def test_a_given_budget_that_no_longest_whole_prompt_fits_is_refused_with_the_numbers() -> None:

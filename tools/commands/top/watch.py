@@ -82,7 +82,7 @@ class Watch:
             if self.client is None:
                 self.client = self._connect()
                 self.model = self.client.model_information()
-                self._box = find_black_box(self.client.welcome.pid, self.model.max_num_seqs)
+                self._box = find_black_box(self.client.welcome.pid)
             self._ask(self.client)
             self.error = ""
         except CallFailedError as error:

@@ -38,6 +38,7 @@ class PagedExecutor:
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
         assert config.num_blocks_override is not None, "the config is resolved"
+        assert config.max_num_seqs is not None, "the config is resolved"
         self._config = config
         self.info = FakeExecutor(config).info
         self.plans: list[bytes] = []

@@ -53,7 +53,7 @@ def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     config = msgspec.structs.replace(
         with_fake_options(config, vocab_size=_VOCABULARY),
         model=str(resolve_model(config.model)),
-        max_num_seqs=max(1024, config.max_num_seqs),
+        max_num_seqs=max(1024, config.max_num_seqs or 0),
     )
     if config.max_num_batched_tokens is None:  # so that a step has a token for each of 1,000 streams
         config = msgspec.structs.replace(config, max_num_batched_tokens=4096)
