@@ -1,12 +1,23 @@
 """SharedBlocks: the memory of an executor's KV cache and host pool, for code that accesses blocks between steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 _Array: TypeAlias = NDArray[Any]
+
+
+class ReadableBlocks(Protocol):
+    """Blocks that can be read, wherever they are."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Return the bytes of one block."""
+
+    def views(self, *blocks: int) -> list[memoryview]:
+        """Return the parts of each block as bytes, block after block."""
 
 
 class BlockMemory(NamedTuple):
@@ -28,13 +39,15 @@ class SharedBlocks(NamedTuple):
     """Blocks with the same layout in the KV cache and in the host pool.
 
     layout: describes how the bytes of a block are arranged, which its tokens and the model's fingerprint do not tell.
-    states: the recurrent states, each at its number in plans; None: the model has none.
+    states: the recurrent states, each at its number in plans; None: the model has none. settle: waits until a device
+    has done what plans want of blocks; called by any thread for an order, before it accesses blocks.
     """
 
-    cache: BlockMemory
+    cache: ReadableBlocks
     host: BlockMemory
     layout: str
     states: BlockMemory | None = None
+    settle: Callable[[], None] = lambda: None
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import torch
 from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
+from core.execution.shared_blocks import SharedBlocks
 from core.execution.token_budget import token_budget
 from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
@@ -19,6 +20,7 @@ from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows
+from core.runner.device_blocks import shared_device_blocks
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.errors import OutOfMemoryError
@@ -29,6 +31,7 @@ from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
@@ -83,6 +86,16 @@ class CudaExecutor:
         with self.memory.fits():
             self.memory.largest_step()  # compiles the kernels of prompts and of the sampler
             self.runner.capture_graphs(drafts=config.speculative_config is not None)
+
+    @property
+    def shared_blocks(self) -> SharedBlocks | None:
+        """Return the KV cache and the host pool; None: there is no host pool."""
+        cache, pool = self.runner.cache, self.runner.swap_cache
+        if pool is None:
+            return None
+        assert isinstance(cache, TritonKVCache), type(cache)
+        assert isinstance(pool, TritonKVCache), type(pool)
+        return shared_device_blocks(cache, pool)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from core.batch.kept_states import KeptStates
-from core.execution.shared_blocks import BlockMemory, SharedBlocks
+from core.execution.shared_blocks import BlockMemory, ReadableBlocks, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.orders import Fetch, Leave, Look, Order, Store, Windows
@@ -70,7 +70,7 @@ class BesideBlocks(Protocol):
 
     def __getitem__(self, block: int, /) -> int: ...
 
-    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
         """Return where it is: in the cache, and where it is read to."""
 
 
@@ -90,7 +90,7 @@ class StateContents:
     def __getitem__(self, slot: int, /) -> int:
         return int(self._content[slot])
 
-    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
         """Return the memory of states."""
         assert blocks.states is not None, "the executor shares no states"
         return blocks.states, blocks.states
@@ -113,7 +113,7 @@ class BesideContents:
         # A page that has since been given to another block was counted as evicted.
         return int(self._names.content[self._beside.owner[block // self.page_blocks]])
 
-    def memory(self, blocks: SharedBlocks) -> tuple[BlockMemory, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
         """Return the memory of all blocks."""
         return blocks.cache, blocks.host
 
@@ -161,6 +161,7 @@ class BlockStore:
     ) -> None:
         self._beside = beside
         self._names, self._host, self._cache = names, blocks.host, blocks.cache
+        self._settle_blocks = blocks.settle
         self._tiers, self._served = tiers, served
         self._near = [tier for tier in tiers if tier.loads and tier.is_near]
         self._far = [tier for tier in tiers if tier.loads and not tier.is_near]
@@ -192,6 +193,8 @@ class BlockStore:
 
     def carry_out(self, order: Order) -> StoreNews | None:
         """Carry out one order, and return the answer if it has one."""
+        if not isinstance(order, Look):
+            self._settle_blocks()
         match order:
             case Look():
                 return BlocksFound(order.ticket, self._look(order))

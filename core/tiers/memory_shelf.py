@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from core.execution.shared_blocks import BlockMemory
+from core.execution.shared_blocks import ReadableBlocks
 from core.tiers.block_file import pack_block
 from ipc.tables.arrays import Ints
 
@@ -41,7 +41,7 @@ class MemoryShelf:
     """
 
     def __init__(
-        self, memory: BlockMemory, contents: Contents, times_given: Ints, key: bytes, *, first: int = 0
+        self, memory: ReadableBlocks, contents: Contents, times_given: Ints, key: bytes, *, first: int = 0
     ) -> None:
         self._key = key
         self._memory, self._contents, self._times_given, self._first = memory, contents, times_given, first

@@ -357,10 +357,8 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
     for name in config.kv_stores:
         if not has_host:
             raise ConfigError(f"{name} needs blocks in the host's memory: also give kv_host_bytes")
-        if config.executor not in checks.BUILT_IN_EXECUTORS or config.device != "cpu":
-            raise ConfigError(
-                f"{name} is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
-            )
+        if config.executor not in checks.BUILT_IN_EXECUTORS:
+            raise ConfigError(f"{name} is for executor='local'; got {config.executor!r:.80}")
         if has_workers:
             raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
         speculation = config.speculative_config

@@ -47,6 +47,11 @@ class TritonKVCache(KVCache):
             return torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind()
         return [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(num_layers)]
 
+    @property
+    def layout(self) -> str:
+        """Describe everything that the bytes of a block depend on, except the numbers in it."""
+        return f"{type(self).__name__} {len(self.layers)} x {tuple(self.layers[0].shape[1:])} {self.dtype}"
+
     def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
         """Copy this cache's blocks sources [n] to target's blocks targets [n], in all layers.
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.execution.shared_blocks import BlockMemory
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.orders import Look
 from core.tiers import block_file, connector
 from core.tiers.block_file import HEAD_BYTES, BlockToLoad, BlockToStore, pack_block
 from core.tiers.block_store import BlockStore
 from core.tiers.connector import DISTRUST_S, PAUSE_S, STORE_PAUSE_S, Guard, Tier
-from core.tiers.memory_shelf import BlockMemory
 from tests.core.tiers.test_block_store import TOKENS, Parts, fetch
 
 pytestmark = pytest.mark.timeout(60)
