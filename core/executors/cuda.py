@@ -13,8 +13,10 @@ from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import SharedBlocks
 from core.execution.token_budget import token_budget
 from core.executors.load import load
+from core.executors.local import model_adapters
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
+from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
@@ -32,13 +34,12 @@ from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.lora import compile_adapters
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
 class CudaExecutor:
     """An Executor on a GPU."""
-
-    adapters = None  # the config refuses them
 
     def __init__(self, config: EngineConfig) -> None:
         """Load the config's model.
@@ -59,6 +60,7 @@ class CudaExecutor:
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._overlaps = overlaps(config)
+        self.adapters = model_adapters(config, self._loaded)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes."""
@@ -79,8 +81,13 @@ class CudaExecutor:
                 use_graphs=not config.enforce_eager,
                 most_alone=most_alone(config),
                 shares_blocks=not config.disable_cascade_attn,
+                adapters=self.adapters,
+                pooler=self._loaded.source.pooler,
                 **runner_sizes(config, self.info, self.grammars),
             )
+        if self.adapters is not None:
+            shapes = AdaptedMatrices(self._model.config, self._operations).product_shapes
+            compile_adapters(shapes, self._model.dtype, self._operations.device)
         if self._operations.device.type != "cuda":
             return
         with self.memory.fits():

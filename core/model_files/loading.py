@@ -169,14 +169,13 @@ def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: 
             f"quantization={config.quantization!r} with device='cuda' does not fit {path}, which has routed MLPs: use "
             "'none'"
         )
-    if pools(config, path, model_config):
-        raise ConfigError(f"{path} is a pooling model, which device='cuda' does not support: use device='cpu'")
     weights = open_weights(config.load_format, path, model_config, dtype)
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
     model = device_model(model_config, weights.tensors, dtype, cuda_device(), form, config.numerics)
-    return LoadedModel(model, weights.fingerprint, weights.label)
+    pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
+    return LoadedModel(model, weights.fingerprint, weights.label, pooler)
 
 
 def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:

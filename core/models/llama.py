@@ -359,8 +359,12 @@ class Llama:
             rows,
             self.vocab_size,
             lambda picked: operations.to_host(self.logits(hidden, picked)),
-            lambda picked: operations.to_host(self._float_norm(operations.pick(hidden, picked))),
+            lambda picked: operations.to_host(self.final_states(hidden, picked)),
         )
+
+    def final_states(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return these rows [n] of hidden_states() after the final norm [n, hidden] float32."""
+        return self._float_norm(self.operations.pick(hidden, rows))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 for these rows [n] of hidden_states(), on the operations' device."""

@@ -1,14 +1,14 @@
 """PoolingRows: the pooling rows of a batch, and what is gathered from their hidden states over the steps."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
 from core.execution.plan import NewPooling, PooledColumns
-from core.models.step import StepResult
 from core.pooling.pooler import Method, Pooler
 from ipc.params.pooling_params import PoolingParams
-from ipc.tables.arrays import AnyInts, Doubles, Floats, Int32s, Ints, Rows
+from ipc.tables.arrays import NO_INTS, AnyInts, Doubles, Floats, Int32s, Ints, Rows
 
 
 class PoolingRows:
@@ -34,36 +34,46 @@ class PoolingRows:
         """Forget a row. A row that does not pool is ignored."""
         self._rows.pop(row, None)
 
-    def collect(
-        self, rows: Rows, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult
-    ) -> PooledColumns | None:
-        """Take the hidden states of a step, and return the vectors of rows whose last tokens it computed.
-
-        rows, num_tokens, context_lens [R]: of the step's inputs. A request whose vectors are not finite has none.
-        """
-        assert self._pooler is not None, "no row pools"
+    def wanted(self, rows: Rows, num_tokens: AnyInts, context_lens: AnyInts) -> "Wanted":
+        """Return what is wanted of a step. rows, num_tokens, context_lens [R]: of its inputs."""
         mine = [index for index, row in enumerate(rows.tolist()) if row in self._rows]
         gathered = [self._rows[row] for row in rows[mine].tolist()]
         ends, counts = context_lens[mine].tolist(), num_tokens[mine].tolist()
         firsts = (np.cumsum(num_tokens) - num_tokens)[mine].tolist()
         columns = list(zip(gathered, firsts, counts, ends, strict=True))
-        wanted: list[Ints] = [row.wanted(first, count, end) for row, first, count, end in columns]
-        lengths = [len(each) for each in wanted]
-        if any(lengths):
-            hidden = np.split(result.hidden_of(np.concatenate(wanted)), np.cumsum(lengths)[:-1])
-            for row, states in zip(gathered, hidden, strict=True):
+        tokens: list[Ints] = [row.wanted(first, count, end) for row, first, count, end in columns]
+        ended = [(index, row) for index, (row, _, _, end) in zip(mine, columns, strict=True) if end == row.num_tokens]
+        return Wanted(np.concatenate([NO_INTS, *tokens]), [len(each) for each in tokens], gathered, ended)
+
+    def collect(self, wanted: "Wanted", hidden: Floats | None) -> PooledColumns | None:
+        """Take the hidden states of the wanted tokens, and return the vectors of rows whose last tokens they are.
+
+        hidden [n, hidden]: None if no tokens are wanted. Called in the order of the steps. A request whose vectors are
+        not finite has none.
+        """
+        assert self._pooler is not None, "no row pools"
+        if hidden is not None:
+            for row, states in zip(wanted.rows, np.split(hidden, np.cumsum(wanted.lengths)[:-1]), strict=True):
                 row.take(states)
-        places = [place for place, (row, _, _, end) in enumerate(columns) if end == row.num_tokens]
-        if not places:
+        if not wanted.ended:
             return None
-        vectors = [self._pooler(gathered[place].pooled(), gathered[place].params) for place in places]
+        vectors = [self._pooler(row.pooled(), row.params) for _, row in wanted.ended]
         vectors = [each if np.isfinite(each).all() else each[:0] for each in vectors]
         return PooledColumns(
-            rows=_int32s(mine[place] for place in places),
+            rows=_int32s(index for index, _ in wanted.ended),
             counts=_int32s(len(each) for each in vectors),
             widths=_int32s(each.shape[1] for each in vectors),
             values=np.concatenate([each.ravel() for each in vectors]),
         )
+
+
+class Wanted(NamedTuple):
+    """What the pooling rows of a step want of it."""
+
+    tokens: Ints  # [n] indices of the step's tokens whose hidden states are wanted
+    lengths: list[int]  # how many of them each row has
+    rows: list["_Gathered"]
+    ended: list[tuple[int, "_Gathered"]]  # rows whose last tokens are in the step, with their indices in the plan
 
 
 class _Gathered:

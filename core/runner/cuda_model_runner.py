@@ -1,22 +1,25 @@
 """CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each without waiting."""
 
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from core.adapters.store import Adapters
 from core.execution.executor import Costs
 from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
-from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
+from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
+from core.pooling.pooler import Pooler
+from core.pooling.rows import Wanted
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
+from core.runner.device_tables import DeviceLogits, DeviceTables
 from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
@@ -24,13 +27,11 @@ from core.runner.step_durations import Clock, measure_steps, trial_sampling, tri
 from core.runner.step_inputs import draft_samples
 from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, TrialLoop
 from core.sampling.candidates import gather_candidates
-from core.sampling.edit_group import Index
 from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import SamplingInputs, processed_logits
 from ipc.options.config import LogprobsMode
-from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Floats, Int32s, Ints, Positions, Rows
-from ipc.tables.rounding import ceil_div, round_up
-from kernels.memory.kv_cache import KVCache
+from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Positions, Rows
+from ipc.tables.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, shared_tokens, triton_work, work_columns
 from kernels.triton.log_softmax import log_softmax
 from kernels.triton.prepare_inputs import prepare_inputs
@@ -143,13 +144,16 @@ class CudaModelRunner(ModelRunner):
         most_alone: int = 0,
         grammars: Grammars | None = None,
         shares_blocks: bool = True,
+        adapters: Adapters | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
         only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
         structured_outputs; None = no request has them. shares_blocks: read blocks that all rows have in common once for
-        all of them; no bit depends on it. Errors: MemoryError if a cache cannot be allocated.
+        all of them; no bit depends on it. adapters, pooler: see ModelRunner.
+        Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
             model,
@@ -159,6 +163,8 @@ class CudaModelRunner(ModelRunner):
             eos_token_ids=eos_token_ids,
             logprobs_mode=logprobs_mode,
             grammars=grammars,
+            adapters=adapters,
+            pooler=pooler,
         )
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
@@ -276,21 +282,33 @@ class CudaModelRunner(ModelRunner):
         if self._pending is not None and self.sampling.num_edited:
             self._pending.result()
         columns = self._columns(plan)
-        hidden, logits_rows = self._launch(columns)
+        adapters = self._adapter_rows.of_tokens(plan.rows, columns.num_tokens) if self._adapter_rows else None
+        hidden, logits_rows = self._launch(columns, adapters)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             result = self._llama.result(hidden, NO_INTS)
             logprobs += self._prompt_logprobs(plan, columns.num_tokens, columns.context_lens, result)
-        sampled = None
+        sampled, pooling = None, None
         if len(columns.in_plan):
             sampled = self._sample(plan, columns, self._llama.logits(hidden, logits_rows))
-        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, logprobs, sampled))
+        if self.pooling:
+            wanted = self.pooling.wanted(plan.rows, columns.num_tokens, columns.context_lens)
+            states = self._llama.final_states(hidden, self._tables.send(wanted.tokens)) if len(wanted.tokens) else None
+            pooling = wanted, None if states is None else self._receive(states)
+        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, logprobs, sampled, pooling))
         return self._pending
 
     def _finish(
-        self, plan: SchedulerOutput, logprobs: list[LogprobColumns], sampled: Sampled | None
+        self,
+        plan: SchedulerOutput,
+        logprobs: list[LogprobColumns],
+        sampled: Sampled | None,
+        pooling: tuple[Wanted, torch.Tensor | None] | None,
     ) -> ModelRunnerOutput:
-        """Return the output of a step whose results are in host memory, and add its tokens to the table."""
+        """Return the output of a step whose results are in host memory, and add its tokens to the table.
+
+        pooling: what the pooling rows want, and its hidden states [n, hidden] float32.
+        """
         token_ids, counts, candidates = np.full(len(plan.rows), NO_TOKEN, np.int32), None, None
         failures: list[tuple[int, str]] = []
         if sampled is not None:
@@ -300,8 +318,12 @@ class CudaModelRunner(ModelRunner):
             failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
             sampled.tell(self._host)
         drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
+        pooled = None
+        if pooling is not None:
+            wanted, states = pooling
+            pooled = self.pooling.collect(wanted, None if states is None else states.numpy())
         return ModelRunnerOutput(
-            plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, None, candidates
+            plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
         )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
@@ -338,8 +360,11 @@ class CudaModelRunner(ModelRunner):
         self._tables.write_drafts(columns.rows[is_draft], columns.positions[is_draft], plan.draft_token_ids)
         return columns
 
-    def _launch(self, columns: StepColumns) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the model over a step; return the hidden states, and the indices of the tokens that sample."""
+    def _launch(self, columns: StepColumns, adapters: TokenAdapters | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the model over a step; return the hidden states, and the indices of the tokens that sample.
+
+        No graph has adapters, because how many tiles of tokens they have differs from step to step.
+        """
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
             (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared, *columns.common)
@@ -348,6 +373,7 @@ class CudaModelRunner(ModelRunner):
         shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
         if (
             self.graphs is not None
+            and adapters is None
             and len(alone) == len(rows)
             and self.graphs.fits(
                 self.graphs.size_of(
@@ -359,7 +385,7 @@ class CudaModelRunner(ModelRunner):
         else:
             blocks, splits = self._tables.blocks, work.num_splits
             given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
-            hidden = self._forward(given)
+            hidden = self._forward(given, adapters)
         return hidden, logits_rows
 
     def _decode(
@@ -381,14 +407,14 @@ class CudaModelRunner(ModelRunner):
         work = TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared, common)
         hidden.copy_(self._forward(work))
 
-    def _forward(self, work: TritonWork) -> torch.Tensor:
+    def _forward(self, work: TritonWork, adapters: TokenAdapters | None = None) -> torch.Tensor:
         """Return the hidden states [T, hidden].
 
         work: its tables are the device's block tables. Its window is ignored, because each layer has its own.
         """
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
-        inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing)
+        inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing, adapters=adapters)
         hidden: torch.Tensor = self._llama.hidden_states(inputs)
         return hidden
 
@@ -470,111 +496,3 @@ class CudaModelRunner(ModelRunner):
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-
-# DeviceLogits: logits on a device, read and written as an array by sampling options that edit logits.
-
-
-class DeviceLogits:
-    """Logits [S, V] float32 on a device, with the protocol Logits. Each access is a transfer."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self._logits, self.shape = logits, tuple(logits.shape)
-
-    def __getitem__(self, index: Index) -> Floats:
-        """Return a copy of some logits in host memory."""
-        found: Floats = self._logits[self._on_device(index)].cpu().numpy()
-        return found
-
-    def __setitem__(self, index: Index, values: Floats | float) -> None:
-        """Set some logits."""
-        self._logits[self._on_device(index)] = torch.as_tensor(values, dtype=torch.float32, device=self._logits.device)
-
-    def _on_device(self, index: Index) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        device = self._logits.device
-        if isinstance(index, tuple):
-            return tuple(torch.as_tensor(part, device=device) for part in index)
-        return torch.as_tensor(index, device=device)
-
-
-# DeviceTables: the tokens and KV blocks of all rows in device memory, updated from plans with few transfers.
-# The device itself writes the tokens that a step samples, so the next step can be launched before the host has them.
-
-
-_ALIGNMENT = 4  # in int32 elements: 16 bytes
-
-
-class DeviceTables:
-    """The tables tokens [rows, max_model_len + 1] and blocks [rows, P], both int32 on the device.
-
-    Entries after a row's own tokens and blocks are never read.
-    """
-
-    def __init__(self, num_rows: int, max_model_len: int, cache: KVCache) -> None:
-        self.device = cache.layers[0].device
-        num_tokens = max_model_len + 1  # the last sampled token is stored, but never computed
-        shape = num_rows, ceil_div(num_tokens, cache.block_size)
-        self.tokens = torch.zeros((num_rows, num_tokens), dtype=torch.int32, device=self.device)
-        self.blocks = torch.zeros(shape, dtype=torch.int32, device=self.device)
-
-    def apply(self, plan: SchedulerOutput, table: RunnerTable) -> None:
-        """Write the tokens and blocks that the plan adds.
-
-        table: the host's table, after the plan was applied to it.
-        """
-        added = plan.added
-        if added:
-            rows = np.repeat([new.row for new in added], [len(new.token_ids) for new in added])
-            positions = np.concatenate([np.arange(len(new.token_ids)) for new in added])
-            self._write(self.tokens, rows, positions, np.concatenate([new.token_ids for new in added]))
-            rows = np.repeat([new.row for new in added], [len(new.block_ids) for new in added])
-            positions = np.concatenate([np.arange(len(new.block_ids)) for new in added])
-            self._write(self.blocks, rows, positions, np.concatenate([new.block_ids for new in added]))
-        rows = plan.block_rows
-        if len(rows):
-            # The plan's blocks of one row are adjacent, and the host's table already counts them: the last of them is
-            # the row's last block.
-            from_end = np.arange(len(rows))[::-1] - _starts_of_runs(rows[::-1])[::-1]
-            self._write(self.blocks, rows, table.num_blocks[rows] - 1 - from_end, plan.block_ids)
-
-    def write_drafts(self, rows: Rows, positions: Positions, token_ids: AnyInts) -> None:
-        """Write a draft token for each of these rows [n] at these positions [n], after the row's tokens."""
-        self._write(self.tokens, rows, positions, token_ids)
-
-    def append(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Write one sampled token for each of these rows [n] at these positions [n].
-
-        All tensors are int32 on the device. A negative token (no valid sample) is written as 0. A row with drafts has
-        several: those up to the first that differs from its draft become the row's tokens, and the rest are never read.
-        """
-        self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
-
-    def send(self, column: AnyInts | Floats) -> torch.Tensor:
-        """Return a copy of the column on the device. The host does not wait for the transfer."""
-        tensor = torch.from_numpy(np.ascontiguousarray(column))
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def send_columns(self, columns: Sequence[AnyInts]) -> list[torch.Tensor]:
-        """Return int32 copies of the columns on the device, sent by one transfer.
-
-        Each copy starts at a multiple of 16 bytes, because Triton compiles separate kernels for other alignments.
-        """
-        lengths = np.array([len(column) for column in columns])
-        ends = np.cumsum(round_up(lengths, _ALIGNMENT))
-        packed = np.zeros(int(ends[-1]), np.int32)
-        starts = np.concatenate(([0], ends[:-1])).tolist()
-        for column, start in zip(columns, starts, strict=True):
-            packed[start : start + len(column)] = column
-        sent = self.send(packed)
-        return [sent[start : start + length] for start, length in zip(starts, lengths.tolist(), strict=True)]
-
-    def _write(self, table: torch.Tensor, rows: Rows, positions: Positions, values: AnyInts) -> None:
-        if len(rows):
-            places = self.send(rows.astype(np.int64) * table.shape[1] + positions)
-            table.view(-1)[places] = self.send(values.astype(np.int32))
-
-
-def _starts_of_runs(values: AnyInts) -> Ints:
-    """Return, for each value, the index where its run of equal values begins."""
-    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else NO_INTS
-    return np.repeat(starts, np.diff(starts, append=len(values)))

@@ -106,7 +106,8 @@ class ModelRunner:
             logprobs += self._prompt_logprobs(plan, inputs.num_tokens, inputs.context_lens, result)
         pooled: PooledColumns | None = None
         if self.pooling:
-            pooled = self.pooling.collect(inputs.rows, inputs.num_tokens, inputs.context_lens, result)
+            wanted = self.pooling.wanted(inputs.rows, inputs.num_tokens, inputs.context_lens)
+            pooled = self.pooling.collect(wanted, result.hidden_of(wanted.tokens) if len(wanted.tokens) else None)
         if inputs.sample_rows is not None and (offsets := inputs.sample_offsets) is not None:
             token_ids, counts = self._append_several(inputs, inputs.sample_rows, offsets, result, logprobs)
             self.accept(plan, counts)
@@ -460,18 +461,20 @@ class AdapterRows:
 
     def of_step(self, inputs: StepInputs) -> TokenAdapters | None:
         """Return the adapters of a step's tokens, or None if no token has one."""
-        if inputs.generation != ONCE and inputs.generation == self._generation:
-            return self._last
+        if inputs.generation == ONCE or inputs.generation != self._generation:
+            self._generation, self._last = inputs.generation, self.of_tokens(inputs.rows, inputs.num_tokens)
+        return self._last
+
+    def of_tokens(self, rows: Rows, num_tokens: AnyInts) -> TokenAdapters | None:
+        """Return the adapters of the tokens of these rows, row after row, or None if no token has one."""
         places: dict[int, int] = {}  # by id() of the packed adapter
         packed: list[Any] = []
-        of_row = np.full(len(inputs.rows), -1, np.int64)
-        for index, row in enumerate(inputs.rows.tolist()):
+        of_row = np.full(len(rows), -1, np.int64)
+        for index, row in enumerate(rows.tolist()):
             if (one := self._of_row.get(row)) is None:
                 continue
             if id(one) not in places:
                 places[id(one)] = len(packed)
                 packed.append(one)
             of_row[index] = places[id(one)]
-        self._generation = inputs.generation
-        self._last = TokenAdapters(tuple(packed), of_row.repeat(inputs.num_tokens)) if packed else None
-        return self._last
+        return TokenAdapters(tuple(packed), of_row.repeat(num_tokens)) if packed else None

@@ -340,7 +340,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
             )
         _check_kv_tiers(self, has_workers=_check_workers(self))
         _check_overlap(self)
-        checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
+        checks.check_adapters(self.enable_lora, self.lora_modules)
         _check_speculation(self)
 
 

@@ -128,14 +128,12 @@ def check_flight_recorder(num_bytes: int) -> None:
         raise ConfigError(f"flight_recorder_bytes must be 0, or at least {MIN_FLIGHT_BYTES}; got {num_bytes}")
 
 
-def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
+def check_adapters(enable_lora: bool, modules: object) -> None:
     """Check the options of adapters, not whether their files exist. Errors: ConfigError."""
     if not isinstance(modules, dict) or not all(isinstance(word, str) and word for word in sum(modules.items(), ())):
         raise ConfigError(f"lora_modules must be a dict of names and paths; got {modules!r:.80}")
     if modules and not enable_lora:
         raise ConfigError(f"lora_modules loads adapters ({', '.join(modules)}), which needs enable_lora")
-    if enable_lora and device == "cuda":
-        raise ConfigError("enable_lora runs on device=cpu only: adapters are not supported on a GPU; leave it out")
 
 
 def with_revision(model: object, revision: object) -> str:

@@ -56,6 +56,11 @@ class AdaptedMatrices:
             for name, size in zip(names, self._layers[index][product].parts, strict=True)
         }
 
+    @property
+    def product_shapes(self) -> list[ProductShape]:
+        """Return the shapes of all products, layer after layer."""
+        return [shape for layer in self._layers for shape in layer.values()]
+
     def pack(self, weights: AdapterWeights) -> Any:
         """Return the adapter in the form that the model's operations use. Its matrices have the names of `shapes`."""
         products = [
@@ -63,8 +68,7 @@ class AdaptedMatrices:
             for index, layer in enumerate(self._names)
             for names in layer.values()
         ]
-        shapes = [shape for layer in self._layers for shape in layer.values()]
-        return self._operations.pack_adapter(shapes, products)
+        return self._operations.pack_adapter(self.product_shapes, products)
 
 
 def _names(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:

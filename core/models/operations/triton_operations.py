@@ -13,14 +13,16 @@ import triton
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
 from core.models.operations.latent_weights import LatentWeights
-from core.models.operations.operations import LatentAttention
+from core.models.operations.operations import LatentAttention, Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
+from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.weight_form import WeightForm
-from ipc.errors import UnsupportedModelError
+from ipc.errors import OutOfMemoryError, UnsupportedModelError
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.dequantize import PLAIN_TYPES
 from kernels.elements import Dtype, Numbers
+from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
@@ -31,16 +33,17 @@ from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
-from kernels.triton.experts import DeviceExpert, TritonExperts
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.linear import DeviceLinear, DeviceProduct, torch_product
+from kernels.triton.lora import LoraWork, TritonAdapter, add_adapters, lora_work
 from kernels.triton.norm import TritonNorm
 from kernels.triton.ordered_product import ARITHMETIC, ordered_product
 from kernels.triton.output_gate import open_gates
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rope import TritonRope
+from kernels.triton.routed.experts import DeviceExpert, TritonExperts
 from kernels.value_form import ValueForm
 
 GATES: dict[Activation, Operation] = {
@@ -91,6 +94,7 @@ class TritonOperations:
         self._config, self._dtype, self.device, self._form = config, dtype, device, form
         self.is_exact = is_exact
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
+        self._lora: tuple[TokenAdapters, LoraWork] | None = None  # of the last step with adapters
         self.settle_length(config.max_position_embeddings)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
@@ -249,6 +253,25 @@ class TritonOperations:
         assert isinstance(cache, TritonKVCache), type(cache)
         assert requests is None, "device_model() refuses models with recurrent layers"
         return TritonStep(slots, tables, work, cache)
+
+    def pack_adapter(
+        self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
+    ) -> TritonAdapter:
+        """Return an adapter in the device's memory. Errors: OutOfMemoryError."""
+        try:
+            return TritonAdapter(shapes, products, self._dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"the adapter does not fit the GPU: unload others, or lower gpu_memory_utilization: {error}"
+            ) from error
+
+    def multiply_adapted(self, product: Product, x: torch.Tensor, adapters: TokenAdapters, number: int) -> torch.Tensor:
+        """Return the product plus what the tokens' adapters add, after the product is rounded, like PEFT."""
+        if self._lora is None or self._lora[0] is not adapters:  # all products of a step have the same work
+            self._lora = adapters, lora_work(adapters.packed, adapters.of_token, self.device)
+        y: torch.Tensor = product(x)
+        add_adapters(x, y, self._lora[1], number)
+        return y
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add x times the residual multiplier to hidden, in place."""

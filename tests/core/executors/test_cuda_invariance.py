@@ -15,8 +15,9 @@ from core.models.operations.triton_operations import TritonOperations
 from core.runner import cuda_model_runner
 from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
-from kernels.triton import attention_work, decode_attention, expert_products, prefill_attention
+from kernels.triton import attention_work, decode_attention, prefill_attention
 from kernels.triton.attention_work import SPLIT
+from kernels.triton.routed import expert_products
 from kernels.triton.shared_prefix import shared_prefix
 from tests.core.executors import test_cuda_executor as engine
 from tests.core.executors.test_cuda_architectures import SHAPES, VOCAB, OnDevice, built, shape_config

@@ -7,7 +7,7 @@ import torch
 
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from core.runner.cuda_model_runner import DeviceTables
+from core.runner.device_tables import DeviceTables
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Int32s
 

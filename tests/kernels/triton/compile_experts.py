@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.triton import choose_experts, expert_sum, expert_tiles
 from kernels.triton.device import ROOM
-from kernels.triton.expert_products import (
+from kernels.triton.routed import choose_experts, expert_sum, expert_tiles
+from kernels.triton.routed.expert_products import (
     FEW,
     FEW_FLOATS,
     MANY,

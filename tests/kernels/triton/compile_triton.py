@@ -26,6 +26,7 @@ from kernels.triton import (
     gated_activation,
     kv_cache,
     log_softmax,
+    lora,
     norm,
     ordered_product,
     output_gate,
@@ -297,6 +298,18 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
             yield rope.rope_kernel, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
 
 
+def loras() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The kernels of adapters, for few tokens and for many."""
+    work = {"tokens": INT, "adapters": INT, "addresses": LONG, "ranks": INT}
+    for dtype, depth in ((HALF, lora.DEPTH), (FLOAT, lora.FLOAT_DEPTH)):
+        for size in lora.TILE_TOKENS.values():
+            sizes = {"SIZE": size, "BLOCK_R": lora.RANK_STEP}
+            lower = {"x": dtype, **work, "out": FLOAT, "depth": "i32", "stride": "i32"}
+            yield lora.lower_kernel, lower, {**sizes, "BLOCK_K": depth, "EVEN": size > 16}, {}
+            above = {"lowered": FLOAT, **work, "y": dtype, "num_columns": "i32", "stride": "i32"}
+            yield lora.raise_kernel, above, {**sizes, "BLOCK_C": lora.TILE_COLUMNS}, {}
+
+
 def build(
     kernel: Any, types: dict[str, str], constants: dict[str, Any], capability: int = 90, **options: int
 ) -> tuple[int, int]:
@@ -328,6 +341,7 @@ def main() -> None:
     for kernel, types, constants, options in (
         *((*kernel, {}) for kernel in KERNELS),
         *ropes(every=every),
+        *loras(),
         *packed(every=every),
         *SAMPLING,
         *ROUTING,

@@ -34,7 +34,7 @@ def test_every_kernel_compiles_for_a_device(tmp_path: Path, request: pytest.Fixt
     the types, constants and options, and its own version."""
     cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
     launched = set()
-    for path in Path(kernels.triton.__path__[0]).glob("*.py"):
+    for path in Path(kernels.triton.__path__[0]).rglob("*.py"):
         launched |= set(re.findall(r"(?m)^ +(\w+_kernel)\[", path.read_text()))
     assert compiled(tmp_path if cache is None else cache.mkdir("triton"), seconds=360) == launched
 

@@ -12,9 +12,10 @@ from kernels.routing import Routing
 from kernels.torch.experts import TorchExperts, choose_experts
 from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.linear import Operation, TorchLinear
-from kernels.triton import experts as experts_module
-from kernels.triton.choose_experts import ChosenExperts
-from kernels.triton.expert_products import (
+from kernels.triton.linear import DeviceLinear
+from kernels.triton.routed import experts as experts_module
+from kernels.triton.routed.choose_experts import ChosenExperts
+from kernels.triton.routed.expert_products import (
     FEW,
     FEW_FLOATS,
     MANY,
@@ -24,9 +25,8 @@ from kernels.triton.expert_products import (
     TileShape,
     tile_shape,
 )
-from kernels.triton.expert_tiles import ExpertTiles, sort_pairs
-from kernels.triton.experts import TritonExperts
-from kernels.triton.linear import DeviceLinear
+from kernels.triton.routed.expert_tiles import ExpertTiles, sort_pairs
+from kernels.triton.routed.experts import TritonExperts
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
 
 pytestmark = ANYWHERE

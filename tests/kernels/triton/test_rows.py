@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-from core.runner.cuda_model_runner import DeviceTables
+from core.runner.device_tables import DeviceTables
 from kernels import rotary
 from kernels.elements import FLOAT32
 from kernels.rotary import rotary_frequencies

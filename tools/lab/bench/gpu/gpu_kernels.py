@@ -124,7 +124,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def expert_cases(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield a case for each number of tokens. The bytes are those of the experts that these tokens choose."""
     from kernels.torch.gated_activation import silu_mul
-    from kernels.triton.experts import TritonExperts
+    from kernels.triton.routed.experts import TritonExperts
 
     num_experts, num_chosen, hidden, width, tokens = shape
     made = partial(torch.randn, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from kernels.routing import Routing
 from kernels.triton.device import power_of_2
-from kernels.triton.expert_tiles import ExpertTiles, sort_pairs
+from kernels.triton.routed.expert_tiles import ExpertTiles, sort_pairs
 
 #: Below all keys that are compared, and above those of experts that are already chosen.
 _LEAST = tl.constexpr(-3.0e38)

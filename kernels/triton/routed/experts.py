@@ -10,11 +10,11 @@ import torch
 
 from kernels.routing import Routing
 from kernels.torch.linear import Operation
-from kernels.triton.choose_experts import ChosenExperts
 from kernels.triton.device import has_room
-from kernels.triton.expert_products import StackedProduct, down_products, gate_up_products, tile_shape
-from kernels.triton.expert_sum import expert_sum
 from kernels.triton.linear import DeviceLinear
+from kernels.triton.routed.choose_experts import ChosenExperts
+from kernels.triton.routed.expert_products import StackedProduct, down_products, gate_up_products, tile_shape
+from kernels.triton.routed.expert_sum import expert_sum
 
 
 class DeviceExpert(Protocol):

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from kernels.triton.device import dot
-from kernels.triton.expert_tiles import ExpertTiles
 from kernels.triton.gated_activation import gated
+from kernels.triton.routed.expert_tiles import ExpertTiles
 
 #: Tiles whose programs run next to each other with the same columns, so that an expert's weights are read from memory
 #: once.
