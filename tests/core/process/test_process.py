@@ -9,6 +9,7 @@ import pytest
 
 from frontend.engine.process import EngineProcess
 from ipc.options.config import EngineConfig
+from ipc.options.step_sizes import ON_CPU
 from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -149,7 +150,7 @@ def test_goodbye_aborts_and_frees(engine: EngineProcess, client: RawClient) -> N
 
 def test_death_of_a_client_aborts_and_frees(engine: EngineProcess, client: RawClient) -> None:
     with RawClient(engine.address) as busy:
-        for number in range(CONFIG.max_num_seqs):
+        for number in range(ON_CPU.num_rows):
             busy.add(number, [1, 2, 3], max_tokens=LONG)
         busy.receive(Outputs)
         dying = RawClient(engine.address)
@@ -160,13 +161,13 @@ def test_death_of_a_client_aborts_and_frees(engine: EngineProcess, client: RawCl
         dying.context.destroy(linger=0)  # the connection ends without a word
         while (statistics := client.statistics()).num_waiting:
             assert time.monotonic() < end
-        assert statistics.num_running == CONFIG.max_num_seqs
+        assert statistics.num_running == ON_CPU.num_rows
     wait_until_free(client)
 
 
 def test_death_of_a_client_while_it_is_served(engine: EngineProcess, client: RawClient) -> None:
     dying = RawClient(engine.address)
-    for number in range(CONFIG.max_num_seqs + 8):
+    for number in range(ON_CPU.num_rows + 8):
         dying.add(number, [1, 2, 3], max_tokens=LONG)
     dying.receive(Outputs)
     dying.context.destroy(linger=0)
