@@ -132,6 +132,10 @@ class BatchRun:
             await self._reach(CANCELLING)
             self._stop("cancelled")
 
+    def expire(self) -> None:
+        """End because the completion window is over."""
+        self._stop("expired")
+
     def _stop(self, end_as: str) -> None:
         self._end_as = self._end_as or end_as
         if self._work is not None:
@@ -140,7 +144,7 @@ class BatchRun:
     async def _run(self) -> None:
         batch = self.batch
         left_s = max(0.0, batch.plan.expires - time.time())
-        timer = asyncio.get_running_loop().call_later(left_s, self._stop, "expired")
+        timer = asyncio.get_running_loop().call_later(left_s, self.expire)
         self._work = asyncio.create_task(self._do())
         try:
             try:

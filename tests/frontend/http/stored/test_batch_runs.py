@@ -44,7 +44,7 @@ class Server:
         self.files = FileStore(self.database)
         self.batches = Batches(self.files, Turns(1), KeyRing(), lambda key: most)
         self.num_asked = self.num_running = self.most_running = 0
-        self._answer = answer
+        self._answer, self.has_room = answer, True
 
     async def post(
         self, path: str, body: bytes, *, key: Key | None = None, request_id: str | None = None
@@ -59,7 +59,7 @@ class Server:
 
     async def start(self, width: int = 4) -> None:
         async def has_room() -> bool:
-            return True
+            return self.has_room
 
         await self.batches.start(self.post, lambda: width, has_room)
 
@@ -251,7 +251,10 @@ def test_lines_that_are_late_are_errors(tmp_path: Path) -> None:
 
     async def run() -> None:
         async with serving(tmp_path / "s", stuck) as server:
-            await server.create(LINES[:20], ends_in=1)
+            batch = await server.create(LINES[:20])
+            while batch.plan.completed < 5:
+                await asyncio.sleep(0)
+            server.batches.runs["b"].expire()
             shown = (await server.end()).shown()
             assert shown["status"] == "expired"
             assert shown["request_counts"] == {"total": 20, "completed": 5, "failed": 15}
@@ -259,6 +262,9 @@ def test_lines_that_are_late_are_errors(tmp_path: Path) -> None:
             assert {one["error"]["code"] for one in late} == {"batch_expired"}
             assert {one["response"] for one in late} == {None}
             assert len(await server.lines("out")) == 5
+        async with serving(tmp_path / "late", stuck) as server:
+            await server.create(LINES, ends_in=-1)
+            assert (await server.end()).status == "expired"
 
     asyncio.run(run())
 
@@ -279,6 +285,23 @@ def test_a_full_store_ends_the_batch_with_what_it_has(tmp_path: Path) -> None:
         assert (shown["status"], shown["errors"]["data"][0]["code"]) == ("failed", "insufficient_storage")
         assert words in shown["errors"]["data"][0]["message"]
         assert 3 < shown["request_counts"]["completed"] < 20
+
+
+def test_one_line_runs_while_callers_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_runs, "_LOOK_S", 0.0001)
+
+    async def run() -> None:
+        async with serving(tmp_path / "s", echo) as server:
+            server.has_room = False
+            await server.create(LINES[:10])
+            while server.num_asked < 5:
+                await asyncio.sleep(0)
+            assert server.most_running == 1
+            server.has_room = True
+            assert (await server.end()).plan.completed == 9
+            assert server.most_running > 1
+
+    asyncio.run(run())
 
 
 def test_an_end_that_cannot_be_stored_is_shown_until_it_can(

@@ -195,6 +195,11 @@ def test_responses_and_completions_of_a_batch(storing: Caller) -> None:
     found = ended(storing, begin(storing, data, "/v1/completions")["id"])
     assert found["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
     assert found["error_file_id"] is None
+    found = ended(
+        storing, begin(storing, lines_of(("v", "/v1/embeddings", {"input": ["p", "q"]})), "/v1/embeddings")["id"]
+    )
+    (vectors,) = answers(storing, found["output_file_id"])
+    assert len(vectors["response"]["body"]["data"]) == 2
 
 
 def test_wrong_batches_are_refused_by_name(storing: Caller) -> None:
