@@ -228,6 +228,7 @@ def test_a_key_has_its_part_of_the_store(storing: Caller) -> None:
 
 
 BEGUN: dict[str, Any] = {"max_output_tokens": 250, "ignore_eos": True, "seed": 5, "background": True}
+PATIENCE_S = 300  # of the soak: a server that was killed takes half a minute to come back on a loaded machine
 SLOW = ("--executor-option", "step_us=4000")
 
 
@@ -314,7 +315,7 @@ def test_nothing_is_lost_doubled_or_different_under_random_kills(tmp_path: Path)
 
 def retried(caller: Caller, **fields: Any) -> Any:
     """Return a response, asked for until a server that lives answers and its history has ended."""
-    end, message = time.monotonic() + 60, ""
+    end, message = time.monotonic() + PATIENCE_S, ""
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             answer = caller.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8, **fields})
@@ -328,7 +329,7 @@ def retried(caller: Caller, **fields: Any) -> Any:
 
 def retried_end(caller: Caller, response_id: str) -> Any:
     """Return a response that has ended, asked for until a server that lives answers."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):
             answer = caller.get(f"/v1/responses/{response_id}")
