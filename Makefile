@@ -5,6 +5,7 @@
 # make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
 #             (PYTHONS="..." names them, ARGS="..." is for pytest; installs into .pythons/)
 # make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
+# make page   the chat page in a headless Chromium (needs Debian's chromium; ARGS="--pictures FOLDER" writes pictures)
 # make ray    replicas and workers as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
@@ -37,7 +38,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients ray programs gpu gpu-report arm check kernels map venv clean
+.PHONY: run test test-wheel soak pythons clients page ray programs gpu gpu-report arm check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -60,6 +61,9 @@ pythons:
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)
+
+page: $(DEV_STAMP)
+	$(BIN)/python -m tests.page $(ARGS)
 
 ray: .ray/installed
 	.ray/bin/python -m tests.ray_cluster

@@ -53,6 +53,7 @@ class Inspection(msgspec.Struct, frozen=True):
     refusals: tuple[str, ...]  # why not; or what does not run, such as the tokenizer
     max_model_len: int | None
     needs: Needs | None  # None for a model that is refused, or that other code runs
+    takes_images: bool = False
 
 
 def inspect_model(path: Path) -> Inspection:
@@ -82,6 +83,7 @@ def inspect_model(path: Path) -> Inspection:
         refusals=tuple(refusals),
         max_model_len=None if config is None else config.max_position_embeddings,
         needs=None if config is None else _needs(config, tensors),
+        takes_images=config is not None and config.vision is not None,
     )
 
 

@@ -97,6 +97,7 @@ ROUTES = (
     *(Route(*row[:3], body=row[3], error_body=ollama.error_body) for row in _OLLAMA),
     Route("GET", "/v1/load", load.get_load),
     Route("GET", "/", page.get_page, Access.OPEN),
+    Route("GET", "/page/{name}", page.get_file, Access.OPEN),
     Route("GET", "/openapi.json", openapi.get_description),
     Route("GET", "/metrics", metrics.get_metrics),
     Route("GET", "/version", models.get_version),

@@ -110,6 +110,19 @@ class Service:
         return self._defaults
 
     @property
+    def capabilities(self) -> list[str]:
+        """Return what the model can do, under Ollama's names: programs offer tools and images by these."""
+        welcome = self.engine.client.welcome
+        found = ["completion", "tools"] if not welcome.tasks or "generate" in welcome.tasks else []
+        if "embed" in welcome.tasks:
+            found.append("embedding")
+        if welcome.features is not None and welcome.features.image_size:
+            found.append("vision")
+        if self.form.reasoning is not None or self.form.is_harmony:
+            found.append("thinking")
+        return found
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer. Errors: HttpError 400 if there is none."""
         if self.engine.tokenizer is None:

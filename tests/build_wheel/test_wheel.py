@@ -55,7 +55,9 @@ def test_the_wheel_is_one_package_with_all_sources_and_the_licence(wheel: Path) 
     files = contents(wheel)
     information = f"llm_engine_core-{VERSION}.dist-info"
     assert {name.split("/")[0] for name in files} == {"engine_core", information}
-    assert {Path(name).name for name in files if "/licenses/" in name} == {"LICENSE", "NOTICE"}
+    assert {Path(name).name for name in files if "/licenses/" in name} == {
+        *("LICENSE", "NOTICE", "LICENSE.marked", "LICENSE.dompurify")
+    }
     package = {name: content for name, content in files.items() if name.startswith("engine_core/")}
     assert {name: content for name, content in package.items() if "/prebuilt/" not in name} == sources()
     assert "engine-core = engine_core.__main__:main" in files[f"{information}/entry_points.txt"].decode()

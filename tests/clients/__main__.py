@@ -14,33 +14,19 @@ import json
 import os
 import re
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
 from ipc.files.model_files import resolve_model
 from tests.clients.recorder import Recorder
+from tests.clients.service import PATIENCE_S, ROOT, environment, serving
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-PATIENCE_S = 300
 MODELS = ("first:demo", "second:demo")  # Ollama's lists have tags
-
-
-def environment(folder: Path, where: Path) -> Path:
-    """Make the environment of this folder, unless it is there -> its Python."""
-    python = where / folder.name / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", where / folder.name], check=True)
-        install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-        subprocess.run([*install, "-r", folder / "requirements.txt"], check=True)
-    return python
 
 
 def node_environment(folder: Path, where: Path) -> Path:
@@ -55,34 +41,12 @@ def node_environment(folder: Path, where: Path) -> Path:
     return home
 
 
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def serve(port: int, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the server and wait until it is ready. folder: for the list of its models."""
-    path = folder / "models.toml"
+def options_of(folder: Path) -> list[str | Path]:
+    """Write the list of the models -> the server's options. The store of responses and batches is there, too."""
+    path, demo = folder / "models.toml", json.dumps(str(resolve_model(None)))
     table = '[models."{}"]\nmodel = {}\nkv_cache_memory_bytes = "512M"\n'
-    demo = json.dumps(str(resolve_model(None)))
     path.write_text('memory = "1200M"\n' + "".join(table.format(name, demo) for name in MODELS))
-    command = [sys.executable, "-m", "tools.cli", "serve", "--models", path, "--http", f"127.0.0.1:{port}"]
-    command += ["--store", folder / "store.db"]
-    server = subprocess.Popen(command, cwd=ROOT)
-    end = time.monotonic() + PATIENCE_S
-    while time.monotonic() < end:
-        if server.poll() is not None:
-            raise SystemExit(f"the server ended with exit code {server.returncode}")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
-                return server
-        except OSError:
-            time.sleep(0.1)
-    server.kill()
-    raise SystemExit(f"the server was not ready after {PATIENCE_S} s")
+    return ["--models", path, "--store", folder / "store.db"]
 
 
 class Client(NamedTuple):
@@ -125,40 +89,37 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, default=ROOT / ".clients", help="folder of the environments")
     parser.add_argument("names", nargs="*", help="only clients whose script's name has one of these texts")
     parsed = parser.parse_args()
-    port = free_port()
-    folder = tempfile.TemporaryDirectory()
-    server = serve(port, Path(folder.name))
-    num_failed = 0
-    try:
-        recorder = Recorder(port)
-        base = f"http://127.0.0.1:{recorder.port}"
-        variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base}
-        variables |= {"ENGINE_PYTHON": sys.executable, "ROOT": str(ROOT)}
-        recorder.requests()
-        for index, script in enumerate(scripts()):
-            variables["MODEL"] = MODELS[index % len(MODELS)]
-            if parsed.names and not any(name in script.name for name in parsed.names):
-                continue
-            client = client_of(script, parsed.environments)
-            begin = time.monotonic()
-            try:
-                run = subprocess.run(client.command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S)
-                failed, errors = run.returncode != 0, run.stderr
-            except subprocess.TimeoutExpired:
-                failed, errors = True, f"not done after {PATIENCE_S} s"
-            num_failed += failed
-            result = "failed" if failed else "ok"
-            print(f"{result:7}{client.version:34}{time.monotonic() - begin:6.1f} s", flush=True)
-            for line in recorder.requests():
-                print(f"       {line}", flush=True)
-            if failed:
-                print(errors[-3000:], flush=True)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-        folder.cleanup()
+    with tempfile.TemporaryDirectory() as folder, serving(*options_of(Path(folder))) as port:
+        num_failed = run_all(port, parsed.names, parsed.environments)
     print(f"engine-core {importlib.metadata.version('llm-engine-core')}: {num_failed} failed")
     return 1 if num_failed else 0
+
+
+def run_all(port: int, names: list[str], environments: Path) -> int:
+    """Run the clients whose names have one of these texts, against the server at a port -> how many failed."""
+    recorder, num_failed = Recorder(port), 0
+    base = f"http://127.0.0.1:{recorder.port}"
+    variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base}
+    variables |= {"ENGINE_PYTHON": sys.executable, "ROOT": str(ROOT)}
+    for index, script in enumerate(scripts()):
+        variables["MODEL"] = MODELS[index % len(MODELS)]
+        if names and not any(name in script.name for name in names):
+            continue
+        client = client_of(script, environments)
+        begin = time.monotonic()
+        try:
+            run = subprocess.run(client.command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S)
+            failed, errors = run.returncode != 0, run.stderr
+        except subprocess.TimeoutExpired:
+            failed, errors = True, f"not done after {PATIENCE_S} s"
+        num_failed += failed
+        result = "failed" if failed else "ok"
+        print(f"{result:7}{script.stem:30}{client.version:34}{time.monotonic() - begin:6.1f} s", flush=True)
+        for line in recorder.requests():
+            print(f"       {line}", flush=True)
+        if failed:
+            print(errors[-3000:], flush=True)
+    return num_failed
 
 
 if __name__ == "__main__":

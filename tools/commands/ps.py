@@ -23,7 +23,8 @@ def main(arguments: Sequence[str]) -> int:
     add_url(parser)
     parsed = parser.parse_args(arguments)
     running = {_plain(one["name"]): one for one in call_server(parsed.url, "GET", "/api/ps")["models"]}
-    listed = call_server(parsed.url, "GET", "/v1/models")["data"]
+    # An adapter is in memory with its model.
+    listed = [one for one in call_server(parsed.url, "GET", "/v1/models")["data"] if one.get("parent") is None]
     found = [_fields(one, running.get(one["id"], {})) for one in listed if parsed.all or one["id"] in running]
     if parsed.json:
         print("".join(f"{json.dumps(one)}\n" for one in found), end="")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ipc.errors import ConfigError
 from ipc.params.sampling_params import NUMBERS, OF_DRAWS, SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
@@ -60,6 +62,22 @@ def sampling_params(
     chosen: dict[str, Any] = {"temperature": 0.0, **known, **given, "use_beam_search": parsed.use_beam_search}
     chosen["structured_outputs"] = read_structured_outputs(parsed)
     return SamplingParams(max_tokens=parsed.max_tokens, ignore_eos=parsed.ignore_eos, **chosen)
+
+
+def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the parameters that the flags set as fields of a request over HTTP, whose server has the defaults.
+
+    Errors: InvalidRequestError; ConfigError.
+    """
+    given = {name: getattr(parsed, name) for name in _SAMPLING if getattr(parsed, name) is not None}
+    if parsed.early_stopping is not None:
+        given["early_stopping"] = _EARLY_STOPPING[parsed.early_stopping]
+    given |= {name: True for name in ("ignore_eos", "use_beam_search") if getattr(parsed, name)}
+    constraint = read_structured_outputs(parsed)
+    if constraint is not None:
+        fields = msgspec.to_builtins(constraint)
+        given["structured_outputs"] = {name: value for name, value in fields.items() if value not in (None, False)}
+    return {"max_tokens": parsed.max_tokens, **given}
 
 
 # Command line flags of structured outputs.

@@ -33,12 +33,14 @@ def card_of(entry: Entry, memory: int) -> Card:
     swap = 0 if config.preemption_mode == "recompute" else config.swap_space_bytes
     host = swap + config.kv_host_bytes
     card = _card(entry, weights + kv + host + PROCESS_BYTES, weights=weights, kv=kv, modified=os.stat(path).st_mtime)
-    task = "embed" if config.runner == "pooling" else "generate"
+    able: tuple[str, ...] = ("embedding",) if config.runner == "pooling" else ("completion", "tools")
     if found is None:
-        return msgspec.structs.replace(card, task=task)
+        return msgspec.structs.replace(card, capabilities=able)
+    if found.takes_images and config.limit_mm_per_prompt.get("image") != 0:
+        able = (*able, "vision")
     length = config.max_model_len or found.max_model_len
     form = {"format": found.format.lower(), "architecture": found.architecture, "max_model_len": length}
-    return msgspec.structs.replace(card, task=task, **form)
+    return msgspec.structs.replace(card, capabilities=able, **form)
 
 
 def kv_bytes(config: EngineConfig, memory: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from frontend.http.openai.batch_files import read_requests
 from ipc.errors import ConfigError
-from tools.service.server_call import UnreachableError, call_server, open_server
+from tools.service.server_call import ServerError, call_server, open_server
 
 _POLL_S = 1.0
 _AWAY_S = 600.0  # for which a server may be away
@@ -35,9 +35,9 @@ def run_remote(url: str, source: Path, target: Path, on_count: Callable[[int], N
         time.sleep(_POLL_S)
         try:
             batch = call_server(url, "GET", f"/v1/batches/{batch['id']}")
-        except UnreachableError:
+        except ServerError as error:
             away_since = away_since or time.monotonic()
-            if time.monotonic() - away_since > _AWAY_S:
+            if not error.may_pass or time.monotonic() - away_since > _AWAY_S:
                 raise
             continue
         away_since = None

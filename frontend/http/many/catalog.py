@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.http.many.messages import MAX_CREATED
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
@@ -30,12 +31,13 @@ _OWN_KEYS: dict[str, Any] = {
     "tool_call_parser": str,
     "reasoning_parser": str,
     "system": str,
+    "is_created": bool,
 }
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One model. options: of its engine, under the names of EngineConfig. path: the file that holds it, if it is alone
-    there.
+    there. is_created: by a caller.
     """
 
     name: str
@@ -47,11 +49,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None
     system: str | None = None
     path: str | None = None
+    is_created: bool = False
 
     def config(self) -> EngineConfig:
         """Return its engine's configuration. Errors: ConfigError that names the model."""
+        adapters = {"enable_lora": True, "lora_modules": self.adapters} if self.adapters else {}
         try:
-            return config_from_options(**self.options)
+            return config_from_options(**{**adapters, **self.options})
         except ConfigError as error:
             raise ConfigError(f"the model {self.name!r}: {error}") from None
 
@@ -80,6 +84,9 @@ class Catalog:
 
     def keep(self, entry: Entry) -> Entry:
         """Add a created model, and write it into the folder, if there is one. Errors: ConfigError."""
+        if sum(one.is_created for one in self.by_name.values()) >= MAX_CREATED:
+            raise ConfigError(f"there are {MAX_CREATED} created models; delete one before you create another")
+        entry = msgspec.structs.replace(entry, is_created=True)
         if self.folder is not None:
             path = self.folder / f"{entry.name.replace('/', '--').replace(':', '--')}.toml"
             if path.exists():
@@ -196,8 +203,6 @@ def _entry(name: str, table: object, defaults: Mapping[str, Any], kept_s: float)
             own[key] = msgspec.convert(value, _OWN_KEYS[key])
         except msgspec.ValidationError as error:
             raise ConfigError(f"the model {name!r}: {key}: {error}") from None
-    if own.get("adapters"):
-        given.setdefault("enable_lora", True)
     if "keep_alive" in own:
         kept_s = _keep_alive(own.pop("keep_alive"), f"the model {name!r}")
     entry = Entry(name=name, options={**defaults, **given}, keep_alive_s=kept_s, **own)

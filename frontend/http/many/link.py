@@ -7,7 +7,17 @@ from typing import Any
 
 import msgspec
 
-from frontend.http.many.messages import MAX_LINE_BYTES, Change, Known, News, Progress, ToHost, ToWorker
+from frontend.http.errors import HttpError
+from frontend.http.many.messages import (
+    MAX_CHANGE_BYTES,
+    MAX_LINE_BYTES,
+    Change,
+    Known,
+    News,
+    Progress,
+    ToHost,
+    ToWorker,
+)
 
 _decoder = msgspec.json.Decoder(ToWorker)
 _encode = msgspec.json.Encoder().encode
@@ -45,10 +55,17 @@ class HostLink:
             self._writer.write(_encode(message) + b"\n")
 
     async def change(self, kind: Any, name: str, source: str = "", **options: Any) -> AsyncIterator[Progress]:
-        """Change the models, and yield each step. The last one is final, and may be an error."""
+        """Change the models, and yield each step. The last one is final, and may be an error.
+
+        Errors: HttpError 413 for a change with too much text.
+        """
         number = next(self._numbers)
+        change = Change(number, kind, name, source, options)
+        if (size := len(_encode(change))) > MAX_CHANGE_BYTES:
+            text = f"a model that is created may have {MAX_CHANGE_BYTES} bytes of text; this one has {size}"
+            raise HttpError(413, text)
         steps = self._changes[number] = asyncio.Queue()
-        self.send(Change(number, kind, name, source, options))
+        self.send(change)
         try:
             while True:
                 step = await steps.get()

@@ -41,6 +41,7 @@ class ManyModels:
         self.cards: dict[str, Card] = {}
         self.residents = Residents(link.known.memory, MAX_WAIT_S)
         self._services: dict[str, Service] = {}
+        self._failures: dict[str, str] = {}  # model -> why there is no session with its engine, which ends
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,6 +117,16 @@ class ManyModels:
         """Return the names of the models that the caller's key may use."""
         keys = () if request.key is None else request.key.models
         return [name for name in self.cards if not keys or name in keys]
+
+    def listed_for(self, request: Request) -> list[tuple[str, str]]:
+        """Return (name, its model) of the models and adapters that the caller's key may use."""
+        keys, found = () if request.key is None else request.key.models, list[tuple[str, str]]()
+        for model, card in self.cards.items():
+            service = self._services.get(model)
+            loaded = () if service is None else service.adapters.names
+            names = dict.fromkeys((model, *card.adapters, *loaded))  # a created model's adapter has its name
+            found += [(name, model) for name in names if not keys or name in keys or model in keys]
+        return found
 
     def kept_s(self, request: Request, asked: Asked) -> float | None:
         """Return how long a request keeps its model, if the caller's key may say so. Errors: HttpError 400."""
@@ -194,7 +205,8 @@ class ManyModels:
                 self._open(name, address)
             case Ended(name, text):
                 self._close(name)
-                self.residents.on_end(name, time.monotonic(), text)
+                failure = self._failures.pop(name, "")
+                self.residents.on_end(name, time.monotonic(), text or failure)
         self._act()
 
     def _learn(self, cards: Sequence[Card]) -> None:
@@ -218,9 +230,10 @@ class ManyModels:
         """Open a session with a model's engine, on a thread, and serve it."""
         card = self.cards[name]
         try:
-            engine = await asyncio.to_thread(_opened, card, address)
+            engine = await asyncio.to_thread(_opened, address)
         except EngineCoreError as error:
             _log.error("no session with the model %s: %s", name, error)
+            self._failures[name] = str(error)
             self.link.send(End(name))
             return
         names = tuple(one for one in (name, *card.aliases) if one not in card.adapters)  # the model without an adapter
@@ -255,12 +268,10 @@ def may_manage(request: Request) -> bool:
     return request.key is None or request.key.manages
 
 
-def _opened(card: Card, address: str) -> EngineHandle:
-    """Return a session with a model's engine, with what takes long: its adapters and a bound on texts."""
+def _opened(address: str) -> EngineHandle:
+    """Return a session with a model's engine, with what takes long: a bound on its texts."""
     engine = open_engine(address)
     try:
-        for name, path in card.adapters.items():
-            engine.client.load_lora(name, path)
         if engine.tokenizer is not None:
             _ = engine.tokenizer.bound
     except BaseException:

@@ -4,7 +4,10 @@ from typing import Any, Literal
 
 import msgspec
 
-MAX_LINE_BYTES = 4 << 20
+#: Of a created model: its Change as sent. With all of them, and those of a list, Known is shorter than a line may be.
+MAX_CHANGE_BYTES = 128 << 10
+MAX_CREATED = 256  # models
+MAX_LINE_BYTES = 64 << 20
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +26,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     system: str | None = None  # of chats without a system message
-    task: str = "generate"
+    capabilities: tuple[str, ...] = ("completion", "tools")  # under Ollama's names
     format: str = ""
     architecture: str = ""
     max_model_len: int | None = None

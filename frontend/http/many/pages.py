@@ -27,24 +27,25 @@ _NDJSON = b"application/x-ndjson"
 
 
 async def list_models(many: ManyModels, request: Request) -> Response:
-    """List all models, in Anthropic's form for callers that send a version of its API."""
-    names = many.names_for(request)
+    """List all models and their adapters, in Anthropic's form for callers that send a version of its API."""
+    listed = many.listed_for(request)
     if b"anthropic-version" in request.headers:
-        ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-        return Response(json_bytes({"data": [_anthropic(many, name) for name in names], "has_more": False, **ends}))
-    return Response(json_bytes({"object": "list", "data": [_openai(many, name) for name in names]}))
+        ends = {"first_id": listed[0][0] if listed else None, "last_id": listed[-1][0] if listed else None}
+        return Response(json_bytes({"data": [_anthropic(many, *one) for one in listed], "has_more": False, **ends}))
+    return Response(json_bytes({"object": "list", "data": [_openai(many, *one) for one in listed]}))
 
 
 async def get_model(many: ManyModels, request: Request) -> Response:
-    """Describe one model."""
-    name = many.find(request, request.target)
+    """Describe one model, or one adapter."""
+    model = many.find(request, request.target)
+    name = request.target if (request.target, model) in many.listed_for(request) else model
     form = _anthropic if b"anthropic-version" in request.headers else _openai
-    return Response(json_bytes(form(many, name)))
+    return Response(json_bytes(form(many, name, model)))
 
 
 async def list_tags(many: ManyModels, request: Request) -> Response:
-    """List all models in Ollama's form."""
-    return Response(json_bytes({"models": [_ollama(many, name) for name in many.names_for(request)]}))
+    """List all models and their adapters in Ollama's form."""
+    return Response(json_bytes({"models": [_ollama(many, *one) for one in many.listed_for(request)]}))
 
 
 async def list_running(many: ManyModels, request: Request) -> Response:
@@ -57,7 +58,7 @@ async def list_running(many: ManyModels, request: Request) -> Response:
         kept_s = one.kept_s if math.isinf(one.expires_at) else one.expires_at - now
         ends = "9999-12-31T00:00:00Z" if math.isinf(kept_s) else _time(wall + max(0.0, kept_s))
         more = {"expires_at": ends, "size": card.num_bytes, "size_vram": 0, "state": one.place.value}
-        found.append({**_ollama(many, name), **more, "context_length": card.max_model_len or 0})
+        found.append({**_ollama(many, name, name), **more, "context_length": card.max_model_len or 0})
     return Response(json_bytes({"models": found}))
 
 
@@ -70,10 +71,10 @@ async def show(many: ManyModels, request: Request) -> Response:
     length, family = card.max_model_len or 0, card.architecture or "engine-core"
     lengths = {"general.context_length": length, f"{family}.context_length": length}
     answer = {
-        "details": _ollama(many, name)["details"],
+        "details": _ollama(many, name, name)["details"],
         "modified_at": _time(card.modified),
         "model_info": {"general.architecture": family, "general.basename": name, **lengths},
-        "capabilities": ["embedding"] if card.task == "embed" else ["completion", "tools"],
+        "capabilities": card.capabilities,
     }
     return Response(json_bytes(answer))
 
@@ -131,8 +132,8 @@ async def create(many: ManyModels, request: Request) -> Response:
 def many_routes() -> tuple[Route, ...]:
     """Return the routing table of a server with many models."""
     own = {(method, path): handler for method, path, handler in _OWN}
-    keeps = {("GET", path) for path in ("/", "/openapi.json", "/version", "/health", "/ping", "/live", "/ready")}
-    keeps.add(("GET", "/api/version"))
+    of_all = ("/", "/page/{name}", "/openapi.json", "/version", "/api/version", "/health", "/ping", "/live", "/ready")
+    keeps = {("GET", path) for path in of_all}
     routes = list[Route]()
     for row in ROUTES:
         if (handler := own.get((row.method, row.path))) is not None:
@@ -217,27 +218,30 @@ async def _answered(
     return Response(json_bytes(step.line) + b"\n", content_type=_NDJSON)
 
 
-def _openai(many: ManyModels, name: str) -> Json:
-    card, state = many.cards[name], many.residents.by_name[name].place.value
+def _openai(many: ManyModels, name: str, model: str) -> Json:
+    """Return OpenAI's description. model: the one that has the name, or the adapter of this name."""
+    card, state = many.cards[model], many.residents.by_name[model].place.value
+    service = many.service_of(model)
     return {
         "id": name,
         "object": "model",
         "created": int(card.modified),
         "owned_by": "engine-core",
         "root": name,
-        "parent": None,
+        "parent": None if name == model else model,
         "max_model_len": card.max_model_len,
+        "capabilities": card.capabilities if service is None else service.capabilities,
         "state": state if not card.problem else "unavailable",
         "num_bytes": card.num_bytes,
     }
 
 
-def _anthropic(many: ManyModels, name: str) -> Json:
-    return {"type": "model", "id": name, "display_name": name, "created_at": _time(many.cards[name].modified)}
+def _anthropic(many: ManyModels, name: str, model: str) -> Json:
+    return {"type": "model", "id": name, "display_name": name, "created_at": _time(many.cards[model].modified)}
 
 
-def _ollama(many: ManyModels, name: str) -> Json:
-    card: Card = many.cards[name]
+def _ollama(many: ManyModels, name: str, model: str) -> Json:
+    card: Card = many.cards[model]
     shown = name if ":" in name else f"{name}{_TAG}"
     return {
         "name": shown,
@@ -246,7 +250,7 @@ def _ollama(many: ManyModels, name: str) -> Json:
         "size": card.weight_bytes,
         "digest": "",
         "details": {
-            "parent_model": "",
+            "parent_model": "" if name == model else model,
             "format": card.format,
             "family": card.architecture,
             "families": [card.architecture] if card.architecture else [],

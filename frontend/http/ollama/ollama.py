@@ -129,22 +129,9 @@ async def show(service: Service, request: Request) -> Response:
             "general.parameter_count": model.num_parameters,
             **lengths,
         },
-        "capabilities": _capabilities(service),
+        "capabilities": service.capabilities,
     }
     return Response(json_bytes(answer))
-
-
-def _capabilities(service: Service) -> list[str]:
-    """Return the model's capabilities, under Ollama's names; programs offer tools and images by these."""
-    welcome = service.engine.client.welcome
-    found = ["completion", "tools"] if not welcome.tasks or "generate" in welcome.tasks else []
-    if "embed" in welcome.tasks:
-        found.append("embedding")
-    if welcome.features is not None and welcome.features.image_size:
-        found.append("vision")
-    if service.form.reasoning is not None or service.form.is_harmony:
-        found.append("thinking")
-    return found
 
 
 def _loaded(name: str, content: Json) -> Response:

@@ -144,4 +144,5 @@ def _card(service: Service, name: str) -> dict[str, object]:
         "root": name if is_adapter else service.names[0],
         "parent": service.names[0] if is_adapter else None,
         "max_model_len": service.max_model_len,
+        "capabilities": service.capabilities,
     }

@@ -1,5 +1,6 @@
 """The routing table, its OpenAPI document, the page and the figures that the page shows."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -7,10 +8,17 @@ import pytest
 
 from frontend.http import errors
 from frontend.http.hints import ABSENT, OTHER_PATHS
+from frontend.http.pages import page
 from frontend.http.routes import ROUTES
 from tests.frontend.http.caller import Caller
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
+WEB = Path(page.__file__).with_name("web")
+#: Digests of what others have written.
+VENDORED = {
+    "marked.esm.js": "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de",
+    "purify.es.mjs": "5e8c53cd086a012531fc754ee6a7ad7a02e8a06fc4dadd805b912e128c3f6c58",
+}
 
 
 def test_the_description_is_the_table(served: Caller) -> None:
@@ -29,15 +37,56 @@ def test_the_description_is_the_table(served: Caller) -> None:
     assert chat["security"] == [{"key": []}]
 
 
-def test_the_page_is_one_file_that_asks_only_this_server(served: Caller) -> None:
-    answer = served.get("/")
+def page_files(served: Caller) -> dict[str, str]:
+    """The page's own files as they are served, by name; "" is the page."""
+    texts, named = {"": served.get("/").body.decode()}, {"page.js", "page.css", "icon.svg"}
+    while named - set(texts):
+        for name in named - set(texts):
+            answer = served.get(f"/page/{name}")
+            assert answer.status == 200, name
+            texts[name] = answer.body.decode()
+        named |= {name for text in texts.values() for name in re.findall(r'from "\./([\w.]+)"', text)}
+    return {name: text for name, text in texts.items() if name not in VENDORED}
+
+
+def test_the_page_has_no_script_but_its_files(served: Caller) -> None:
+    answer, types = served.get("/"), {"page.js": "text/javascript", "page.css": "text/css", "icon.svg": "image/svg+xml"}
     assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    text = answer.body.decode()
-    assert not re.findall(r"https?://|(?:src|href)=|@import|url\(", text)
-    assert "connect-src 'self'" in answer.headers["content-security-policy"]
-    asked = set(re.findall(r'fetch\("([^"]+)"', text))
-    assert asked == {"v1/chat/completions", "v1/load", "v1/models"}  # beside it, under whatever path a proxy has it
-    assert "innerHTML" not in text
+    for name, kind in types.items():
+        file = served.get(f"/page/{name}")
+        assert file.headers["content-type"].split(";")[0] == kind
+        assert file.headers["x-content-type-options"] == "nosniff"
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["form-action"] == policy["frame-ancestors"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert (policy["img-src"], policy["require-trusted-types-for"]) == ("'self' data:", "'script'")
+    for script in re.findall(r"<script[^>]*>.*?</script>|<style|\son\w+=|\sstyle=", answer.body.decode(), re.S):
+        assert script == '<script type="module" src="page/page.js"></script>'
+
+
+def test_the_page_asks_only_this_server(served: Caller) -> None:
+    texts = page_files(served)
+    own = {path.name for path in WEB.iterdir() if path.stem != "LICENSE"} - set(VENDORED) - {"index.html"}
+    assert set(texts) == {"", *own}  # each is used
+    foreign = r'https?://(?!www\.w3\.org/2000/svg")|@import|url\(|innerHTML|insertAdjacentHTML|\beval\b'
+    assert {name: found for name, text in texts.items() if (found := re.findall(foreign, text))} == {}
+    assert set(re.findall(r'(?:src|href)="([^"]+)"', texts[""])) == {"page/page.js", "page/page.css", "page/icon.svg"}
+    asked = set(re.findall(r'call\(["`](v1/[a-z/]+)', texts["server.js"]))
+    assert asked == {"v1/chat/completions", "v1/load", "v1/models"}  # next to it, under any path of a proxy
+    assert [name for name, text in texts.items() if "fetch(" in text] == ["server.js"]
+
+
+def test_the_page_has_no_other_files(served: Caller) -> None:
+    for name in ("index.htm", "page.py", "..%2fpage.py", "LICENSE.marked", "__init__.py", "%2e%2e"):
+        assert served.get(f"/page/{name}").status == 404, name
+
+
+def test_the_libraries_of_the_page_are_as_published() -> None:
+    """Their digests are those of the packages marked 18.2.1 and dompurify 3.5.0, whose licences are next to them."""
+    for name, digest in VENDORED.items():
+        assert hashlib.sha256((WEB / name).read_bytes()).hexdigest() == digest, name
+    notice = (WEB.parents[3] / "NOTICE").read_text()
+    assert all(f"web/{name}" in notice for name in VENDORED)
 
 
 def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:

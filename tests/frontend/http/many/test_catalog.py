@@ -3,9 +3,11 @@
 from math import inf
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from frontend.http.many.catalog import entry_of, keep_alive_s, read_catalog
+from frontend.http.many.catalog import Catalog, entry_of, keep_alive_s, read_catalog
+from frontend.http.many.messages import MAX_CREATED
 from ipc.errors import ConfigError
 
 
@@ -74,6 +76,25 @@ def test_a_created_model_replaces_no_file_of_another(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"over x--y\.toml"):
         catalog.keep(entry_of("x--y", {"model": "e/f"}))
     assert set(read_catalog(str(tmp_path), {}).by_name) == {"other", "x/y"}
+
+
+def test_the_number_of_created_models_is_bounded(tmp_path: Path) -> None:
+    one = entry_of("base", {"executor": "fake"})
+    catalog = Catalog([one])
+    for number in range(MAX_CREATED):
+        catalog.keep(msgspec.structs.replace(one, name=f"made-{number}"))
+    with pytest.raises(ConfigError, match="256 created models; delete one"):
+        catalog.keep(msgspec.structs.replace(one, name="more"))
+    catalog.remove("made-7")
+    catalog.keep(msgspec.structs.replace(one, name="more"))
+    # In a folder they count after a restart too; what its owner has put there does not.
+    kept = Catalog([], folder=tmp_path)
+    kept.keep(one)
+    (tmp_path / "own.toml").write_text('executor = "fake"')
+    assert {name: each.is_created for name, each in read_catalog(str(tmp_path), {}).by_name.items()} == {
+        "base": True,
+        "own": False,
+    }
 
 
 def test_a_folder_keeps_what_is_created(tmp_path: Path) -> None:

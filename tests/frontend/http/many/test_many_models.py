@@ -1,6 +1,7 @@
 """Many models behind one address, in real processes with made-up tokens."""
 
 import http.client
+import io
 import json
 import os
 import signal
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from frontend.http.callers.keys import digest_of
-from ipc.errors import ConfigError
+from ipc.errors import ConfigError, EngineCoreError
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving, wait_for
 from tests.frontend.http.stored.test_batches import answers, begin, ended, lines_of
+from tools.commands import chat as chat_command
 from tools.commands import ps, serve, stop
 
 OWNER = {"authorization": "Bearer owner"}
@@ -182,6 +184,15 @@ def test_models_are_created_copied_and_deleted(many: Caller) -> None:
     assert not {"made", "twin"} & set(states(many))
 
 
+def test_the_text_of_a_created_model_is_bounded(many: Caller) -> None:
+    for field in ("system", "template"):
+        made = {"model": "made", "from": "a", field: "{" + "x" * (200 << 10), "stream": False}
+        answer = post(many, "/api/create", made)
+        assert (answer.status, "131072 bytes of text" in answer.json["error"]) == (413, True), field
+    assert chat(many, "a").status == 200  # the connection to the engines' process is as before
+    assert "made" not in states(many)
+
+
 def test_a_pull_without_network_says_so_by_name(many: Caller) -> None:
     lines = [json.loads(line) for line in post(many, "/api/pull", {"model": "org/absent"}).body.splitlines()]
     assert lines[0] == {"status": "pulling manifest"}
@@ -208,6 +219,49 @@ def test_the_commands_list_and_unload(
         stop.main(["zz", *url])
     with pytest.raises(ConfigError, match=r"no server answers at http://127\.0\.0\.1:1"):
         ps.main(["--url", "http://127.0.0.1:1"])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str, stdin: str = "") -> int:
+    """`engine-core run` with these words, in a pipe."""
+    monkeypatch.setenv("ENGINE_CORE_API_KEY", "owner")
+    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+    return chat_command.main(["--max-tokens", "6", "--ignore-eos", *words])
+
+
+def test_run_asks_a_model_which_is_loaded_for_that(
+    many: Caller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ("--url", f"http://127.0.0.1:{many.port}")
+    unload(many, "a")
+    assert run(monkeypatch, "a", "Hello", *url, "--temperature", "0") == 0
+    answer = chat(many, "a", max_tokens=6, ignore_eos=True, temperature=0)
+    assert states(many)["a"] == "loaded"
+    assert capsys.readouterr().out == f"{answer.json['choices'][0]['message']['content']}\n"
+    # A name without a slash is one of the server that is there if none is named.
+    monkeypatch.setattr(chat_command, "DEFAULT_URL", url[1])
+    assert run(monkeypatch, "first", "--temperature", "0", stdin="Hello") == 0
+    assert capsys.readouterr().out == f"{answer.json['choices'][0]['message']['content']}\n"
+
+
+def test_run_says_why_a_server_does_not_answer(many: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = ("--url", f"http://127.0.0.1:{many.port}")
+    for words, message in (
+        (("zz", "Hello", *url), "answered 404: the model 'zz' is not served here"),
+        (("absent", "Hello", *url), "answered 503: the model 'absent' cannot be loaded"),
+        (("a", "Hello", *url, "--temperature", "-1"), "temperature"),
+        (("a", "Hello", *url, "--dtype", "float32"), "have their own options; leave out --dtype"),
+        (("a", "Hello", *url, "--connect", "ipc:///tmp/x"), "leave out one of them"),
+        (("a", "Hello", "--url", "ftp://x"), "--url must be a URL"),
+        (("a", "Hello", "--url", "http://127.0.0.1:1"), r"no server answers at http://127\.0\.0\.1:1"),
+        (("a", "Hello " * 9000, *url), "maximum context length"),
+    ):
+        with pytest.raises(EngineCoreError, match=message):
+            run(monkeypatch, *words)
+    monkeypatch.setattr(chat_command, "DEFAULT_URL", "http://127.0.0.1:1")
+    with pytest.raises(
+        EngineCoreError, match=r"'a' is no file, folder or name on the Hub, so .* but no server answers"
+    ):
+        run(monkeypatch, "a", "Hello")
 
 
 @pytest.mark.parametrize(
