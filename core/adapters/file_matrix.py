@@ -21,6 +21,8 @@ class FilePart(NamedTuple):
     name: str  # of the model (model.layers.0.self_attn.q_proj)
     # the row in the file for each of its rows; None = it is the whole layer, in the same order
     rows: Ints | None = None
+    # the column of the layer in the file for each of its columns; None = in the same order
+    columns: Ints | None = None
 
 
 class FileMatrix(NamedTuple):
@@ -44,6 +46,13 @@ def model_matrices(source: Path, pairs: Mapping[str, LowRank], known: Mapping[st
         for part in layer.parts:
             if part.name in found:
                 raise ModelFileError(f"{source}: it changes {part.name} under two names; {name!r:.120} is one of them")
+            if part.columns is not None:
+                if pair.a.shape[1] != len(part.columns):
+                    raise ModelFileError(
+                        f"{source}: {name}: lora_A is {list(pair.a.shape)}; the model's layer has {len(part.columns)} "
+                        "columns"
+                    )
+                pair = pair._replace(a=np.ascontiguousarray(pair.a[:, part.columns]))
             if part.rows is None:
                 found[part.name] = pair
                 continue

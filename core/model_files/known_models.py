@@ -142,7 +142,7 @@ def _encoders() -> Iterator[KnownModel]:
 
 def _entry(name: str, row: Architecture, files: str, *, images: bool = False) -> KnownModel:
     adapters = "all" if row.experts is None else "not experts"
-    if row.latent or row.recurrent is not None:
+    if row.latent:
         adapters = "no"
     lacks_gpu = row.latent or row.recurrent is not None or row.full_heads or row.head_gates or row.position_table
     return KnownModel(

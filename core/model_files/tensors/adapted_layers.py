@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from core.adapters.file_matrix import FileMatrix, FilePart
-from core.model_files.tensors.tensor_names import gguf_name, head_order, json_name, parts_in_turn
+from core.model_files.tensors.adapted_recurrent import recurrent_file_parts
+from core.model_files.tensors.tensor_names import gates_last, gguf_name, head_order, json_name, parts_in_turn
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 from ipc.tables.arrays import Ints
@@ -14,6 +15,7 @@ _Parts = dict[str, tuple[FilePart, ...]]
 
 #: What replaces "model." in the names of a model with images, in current and earlier versions of transformers.
 _TEXT_STEMS = ("model.language_model.", "language_model.model.", "model.text_model.")
+_GATES = ("self_attn.g_proj",)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -26,7 +28,13 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     row = ARCHITECTURES[config.architecture]
     attention = _attention(config, row.interleaves_heads, is_fused=row.fused_qkv, by_kv_heads=row.qkv_by_kv_heads)
     parts = attention | _mlp(config, is_fused=row.fused_gate_up)
-    found = _of_all_layers(parts, config, lambda name, _: name) | _of_all_layers(parts, config, json_name)
+    if config.recurrent is not None:
+        parts |= recurrent_file_parts(config, row.delta_inputs, file_turns=False)
+
+    def name_in_code(name: str, config: ModelConfig) -> str:  # a file's layers may be halves of ours
+        return json_name(name, config).replace(row.layers_name, "model.layers", 1) if config.file_layers else name
+
+    found = _of_all_layers(parts, config, name_in_code) | _of_all_layers(parts, config, json_name)
     layers = [(name.removeprefix("model."), layer) for name, layer in found.items() if name.startswith("model.layers.")]
     return found | {stem + name: layer for stem in _TEXT_STEMS for name, layer in layers}
 
@@ -37,7 +45,11 @@ def gguf_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     interleaves = row.interleaves_heads or row.gguf_interleaves_heads
     # llama.cpp's converter splits Q, K and V if it interleaves rows.
     attention = _attention(config, interleaves, is_fused=row.fused_qkv and not row.gguf_interleaves_heads)
-    return _of_all_layers(attention | _mlp(config, is_fused=row.fused_gate_up), config, gguf_name)
+    parts = attention | _mlp(config, is_fused=row.fused_gate_up)
+    if (own := config.recurrent) is not None:
+        turns = row.gguf_heads_take_turns and own.num_heads != own.num_groups
+        parts |= recurrent_file_parts(config, row.gguf_delta_inputs, file_turns=turns)
+    return _of_all_layers(parts, config, gguf_name)
 
 
 def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_heads: bool = False) -> _Parts:
@@ -47,7 +59,10 @@ def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_
     """
     size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     order = head_order(size, config.rotary_dim or size, interleaves=interleaves)
-    output: _Parts = {"self_attn.o_proj": (FilePart("self_attn.o_proj"),)}
+    output: _Parts = {name: (FilePart(name),) for name in ("self_attn.o_proj", *_GATES[: config.head_gates])}
+    if config.output_gate:
+        queries, gates = np.split(np.array(gates_last(order, heads), np.int64), 2)
+        output["self_attn.q_proj"] = FilePart("self_attn.q_proj", queries), FilePart("self_attn.q_gate", gates)
     if by_kv_heads:
         rows = np.array(parts_in_turn(order, heads, kv_heads), np.int64)
     else:
@@ -59,7 +74,8 @@ def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_
         parts = zip(_QKV, (queries, keys, values), strict=True)
         return output | {"self_attn.qkv_proj": tuple(FilePart(name, own) for name, own in parts)}
     q, k, v = _QKV
-    output[q], output[k], output[v] = (_whole(q, queries),), (_whole(k, keys - heads * size),), (FilePart(v),)
+    output[k], output[v] = (_whole(k, keys - heads * size),), (FilePart(v),)
+    output.setdefault(q, (_whole(q, queries),))
     return output
 
 
@@ -87,7 +103,9 @@ def _of_all_layers(
         for name, each in parts.items():
             if name.startswith("mlp.") and not config.has_dense_mlp(index):
                 continue
+            if name.startswith("self_attn." if index in config.recurrent_layers else "mixer."):
+                continue
             num_rows = sum(len(part.rows) for part in each if part.rows is not None)
-            own = tuple(FilePart(prefix + part.name, part.rows) for part in each)
+            own = tuple(part._replace(name=prefix + part.name) for part in each)
             found[file_name(f"{prefix}{name}.weight", config).removesuffix(".weight")] = FileMatrix(own, num_rows)
     return found

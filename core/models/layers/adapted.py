@@ -22,11 +22,11 @@ _PRODUCTS = {
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    "gate": (),  # of attention's output; see _names()
 }
 
-
-#: The products that all layers have. Experts do not support adapters, so the MLP products of their layers are empty.
-_ATTENTION = ("qkv", "o")
+#: Experts do not support adapters, so the MLP products of their layers are empty.
+_MLP = ("gate_up", "down")
 #: Products of layers alongside those above, which take no adapters.
 _WITHOUT = ("own_gate", "own_out")
 
@@ -52,7 +52,7 @@ class AdaptedMatrices:
             f"model.layers.{index}.{name}": (size, self._layers[index][product].depth)
             for index in every
             for product, names in self._names[index].items()
-            if product in _ATTENTION or config.has_dense_mlp(index)
+            if product not in _MLP or config.has_dense_mlp(index)
             for name, size in zip(names, self._layers[index][product].parts, strict=True)
         }
 
@@ -73,19 +73,33 @@ class AdaptedMatrices:
 
 def _names(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
     """Return the names of the matrices of each product of a layer."""
-    names = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
+    names: dict[str, tuple[str, ...]] = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
+    if config.recurrent is not None and index in config.recurrent_layers:
+        inputs = tuple(f"mixer.{name}" for name in config.recurrent.inputs)
+        return names | {"qkv": inputs, "o": ("mixer.out_proj",)}
+    if config.output_gate or config.head_gates:
+        names["gate"] = ("self_attn.q_gate",) if config.output_gate else ("self_attn.g_proj",)
     return names | {"qkv": names["qkv"][: 1 + SIDES[config.value_form(index)]]}
 
 
 def _shapes(config: ModelConfig, index: int) -> dict[str, ProductShape]:
     """Return the shape of each product of a layer."""
     hidden, size, (kv_heads, head_dim) = config.hidden_size, config.mlp_size(index), config.heads_of(index)
+    mlp = {
+        "gate_up": ProductShape(hidden, (size,) * (2 if config.is_gated else 1), is_gated=config.is_gated),
+        "down": ProductShape(size, (hidden,)),
+    }
+    if config.recurrent is not None and index in config.recurrent_layers:
+        inputs = ProductShape(hidden, tuple(config.recurrent.input_widths.values()))
+        output = ProductShape(config.recurrent.sizes.out_width, (hidden,))
+        return {"qkv": inputs, "o": output, **mlp, "gate": ProductShape(hidden, ())}
     heads = config.num_attention_heads * head_dim
+    gates = (heads,) if config.output_gate else (config.num_attention_heads,) * config.head_gates
     return {
         "qkv": ProductShape(hidden, (heads, *(kv_heads * head_dim,) * SIDES[config.value_form(index)])),
         "o": ProductShape(heads, (hidden,)),
-        "gate_up": ProductShape(hidden, (size,) * (2 if config.is_gated else 1), is_gated=config.is_gated),
-        "down": ProductShape(size, (hidden,)),
+        **mlp,
+        "gate": ProductShape(hidden, gates),
     }
 
 
@@ -114,13 +128,14 @@ def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adap
         if name in layer.products
     }
     mixer, mlp = replace(layer.mixer, qkv=own["qkv"], o=own["o"]), layer.mlp
+    if mixer.output_gate is not None:
+        mixer = replace(mixer, output_gate=replace(mixer.output_gate, product=own["gate"]))
     if isinstance(mlp, DenseMlp):
         mlp = replace(mlp, gate_up=own["gate_up"], down=own["down"])
     return replace(layer, mixer=mixer, mlp=mlp)
 
 
 def takes_adapters(layers: list[Layer]) -> bool:
-    """Return whether all layers have the products that adapters know, or experts in place of the MLP's."""
-    known = ([*_PRODUCTS], [*_ATTENTION, "experts"], [*_PRODUCTS, "experts"])
-    own = ([name for name in layer.products if name not in _WITHOUT] for layer in layers)
-    return all(names in known for names in own) and not any(layer.mixer.is_recurrent for layer in layers)
+    """Return whether all layers have the products that adapters know, or experts in place of the MLP's, or no MLP."""
+    known = {*_PRODUCTS, *_WITHOUT, "experts"}
+    return all(set(layer.products) <= known for layer in layers)

@@ -148,9 +148,3 @@ def test_drafts_change_no_token(engine: EngineCore, folder: Path, method: str, t
     stats = drafting.scheduler.stats
     assert stats.num_draft_tokens > 10
     assert stats.num_accepted_tokens > 10 or method != "ngram"
-
-
-def test_adapters_are_refused(tmp_path: Path) -> None:
-    config = EngineConfig(model=str(lfm2_folder(tmp_path)), load_format="dummy", enable_lora=True, threads=1)
-    with pytest.raises(ConfigError, match=r"enable_lora: layers of .* do not support adapters"):
-        LocalExecutor(config)

@@ -60,6 +60,10 @@ def shelf(dtype: str, kind: str = "plain", variant: str | None = None) -> tuple[
     return model, Shelf(model)
 
 
+#: Kinds of models whose adapters only soaks check.
+SOAKED = ("beside attention", "short convolution", "state space", "gates of heads")
+
+
 def in_turn(sent: Sequence[tuple[int, AddRequest]], digests: Sequence[str]) -> list[tuple[int, AddRequest]]:
     """The requests with each adapter in turn, and none."""
     return [with_adapter(one, ["", *digests][number % (len(digests) + 1)]) for number, one in enumerate(sent)]
@@ -126,7 +130,11 @@ def test_in_every_variant(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["local and global", "experts", pytest.param("beside attention", marks=pytest.mark.soak)]
+    "kind",
+    [
+        *("local and global", "experts", "gated delta"),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED),
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_norms_gates_and_windows_of_another_kind(dtype: str, kind: str) -> None:

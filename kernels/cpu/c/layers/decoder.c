@@ -256,7 +256,8 @@ static void begin_layer(const Share *share) {
     if (layer->recurrence) return;
     go_on_by_rows(share); /* needed between two products too: threads take their columns by counters */
     if (layer->output_gate) {
-        multiply(share, layer->output_gate, share->step->x, share->step->output_gates, NULL, &layer->o, NULL);
+        multiply_adapted(share, layer->output_gate, OUTPUT_GATE_PRODUCT, share->step->x, share->step->output_gates, NULL,
+                         &layer->o);
         go_on_by_rows(share);
     }
     if (layer->latent)

@@ -49,7 +49,7 @@ typedef struct {
 } DecoderLayer;
 
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
-enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, LAYER_PRODUCTS = 4 };
+enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, OUTPUT_GATE_PRODUCT = 4, LAYER_PRODUCTS = 5 };
 
 /* Where a rank's columns are in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
 typedef struct {

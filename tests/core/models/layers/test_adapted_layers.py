@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from core.adapters.store import read_gguf_adapter
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.model_files.tensors.weights import load_weights
+from core.models.config import ModelConfig
 from core.models.layers.adapted import AdaptedMatrices, takes_adapters
 from core.models.llama import Llama
 from core.models.operations.token_adapters import TokenAdapters
@@ -32,7 +34,9 @@ from tests.core.models.centred_checkpoints import parts_in_turn
 from tests.core.models.checkpoints import PROMPT_LENGTHS, SIZES, build
 from tests.core.models.float_errors import check_errors
 from tests.core.models.gguf_checkpoints import GGUF_CASES, INTERLEAVED, interleaved
+from tests.core.models.recurrent_gguf import in_turns, parts_of_qkvz
 from tests.core.models.test_llama import Requests
+from tests.core.runner.invariance import KINDS, random_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -44,6 +48,11 @@ CASES += ("starcoder2", "exaone", "llama2")
 CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air")
 #: Layers whose matrices differ: of two sizes, without K and V or without V, and with a dense MLP next to experts.
 CASES += ("gemma4-e2b", "gemma4-31b", "gemma4-26b-a4b")
+#: Layers with recurrent states: convolutions, gated delta nets with gates of attention, by head groups in one file, and
+#: with experts, and Mamba-2, with MLPs and without.
+CASES += ("lfm2", "qwen3.5", "qwen3-next", "granite4-hybrid", "nemotron-h", "olmo-hybrid")
+#: Whose GGUF files have two matrices in place of one: an adapter there does not fit a model from safetensors.
+NO_GGUF_ADAPTER = ("qwen3-next", "granite4-hybrid")
 RANK, ALPHA = 4, 6.0
 
 Pairs = dict[str, tuple[Floats, Floats]]
@@ -62,7 +71,7 @@ def random_adapter(model: Any) -> Pairs:
     generator, pairs = np.random.default_rng(3), {}
     for name, layer in model.named_modules():
         is_other = layer is model.get_output_embeddings() or any(
-            part in name for part in ("shared", "per_layer", "router")
+            part in name for part in ("shared_expert", "per_layer", "router")
         )
         if isinstance(layer, torch.nn.Linear) and not is_other:
             columns, depth = layer.weight.shape
@@ -147,6 +156,11 @@ def write_gguf(path: Path, model: Any, architecture: str, pairs: Pairs) -> Path:
     writer.add_float32("adapter.lora.alpha", ALPHA)
     for name, (a, b) in pairs.items():
         rows = parts_in_turn(name, torch.from_numpy(b), config)
+        if config.model_type.startswith("qwen3_5"):
+            if name.endswith("out_proj"):
+                a = in_turns(name, torch.from_numpy(a), config).contiguous().numpy()
+            else:
+                rows = in_turns(name, rows, config).contiguous()
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             rows = interleaved(rows, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
         for part, numbers in (("lora_a", a), ("lora_b", rows.numpy())):
@@ -158,7 +172,7 @@ def write_gguf(path: Path, model: Any, architecture: str, pairs: Pairs) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case in GGUF_CASES and case not in NO_GGUF_ADAPTER])
 def test_a_gguf_file_is_the_adapter_of_its_peft_folder(case: str, tmp_path: Path) -> None:
     model = build(case)
     pairs = random_adapter(model)
@@ -169,6 +183,46 @@ def test_a_gguf_file_is_the_adapter_of_its_peft_folder(case: str, tmp_path: Path
     peft = read_peft_folder(folder, peft_layers(config), shapes, 16)
     path = write_gguf(tmp_path / "a.gguf", model, GGUF_CASES[case], pairs)
     assert read_gguf_adapter(path, gguf_layers(config), shapes, 16).digest == peft.digest
+
+
+def test_heads_that_take_turns_in_the_models_file_do_not_in_peft(tmp_path: Path) -> None:
+    """Of Qwen 3.5's GGUF files; and Qwen3-Next's have one matrix of PEFT as two."""
+    model = build("qwen3.5")
+    model.save_pretrained(tmp_path)
+    config = read_model_config(tmp_path)
+    turned = peft_layers(with_heads(config, takes_turns=True))
+    for name, size in (("qkv", 2 * 2 * 12 + 4 * 20), ("z", 4 * 20), ("b", 4), ("a", 4)):
+        layer = f"model.layers.0.linear_attn.in_proj_{name}"
+        (part,) = turned[layer].parts
+        rows = torch.arange(size, dtype=torch.float32)[:, None]
+        assert part.rows.tolist() == in_turns(layer, rows, model.config)[:, 0].tolist()  # type: ignore[union-attr]
+    (out,) = turned["model.layers.0.linear_attn.out_proj"].parts
+    columns = torch.arange(4 * 20, dtype=torch.float32)[None]
+    expected = in_turns("linear_attn.out_proj", columns, model.config)
+    assert out.columns.tolist() == expected[0].tolist()  # type: ignore[union-attr]
+    pair = np.ones((RANK, 81), np.float32), np.ones((48, RANK), np.float32)
+    folder = write_peft(tmp_path / "a", {"model.layers.0.linear_attn.out_proj": pair}, rank=RANK, alpha=ALPHA)
+    with pytest.raises(ModelFileError, match=r"lora_A is \[4, 81\]; the model's layer has 80 columns"):
+        read_peft_folder(folder, turned, AdaptedMatrices(config, None).shapes, 16)  # type: ignore[arg-type]
+
+
+def test_a_matrix_of_peft_may_be_two_of_the_model(tmp_path: Path) -> None:
+    """Qwen3-Next's GGUF files have queries, keys and values, and gates; transformers has them by groups of heads."""
+    model = build("qwen3-next")
+    model.save_pretrained(tmp_path)
+    config = with_heads(read_model_config(tmp_path), inputs=("qkv_proj", "z_proj", "ba_proj"))
+    layer = "model.layers.0.linear_attn.in_proj_qkvz"
+    parts = peft_layers(config)[layer].parts
+    rows = torch.arange(2 * 2 * 12 + 2 * 4 * 20, dtype=torch.float32)[:, None]
+    expected = parts_of_qkvz(f"{layer}.weight", rows, model.config).values()
+    assert [part.name for part in parts] == ["model.layers.0.mixer.qkv_proj", "model.layers.0.mixer.z_proj"]
+    for part, own in zip(parts, expected, strict=True):
+        assert part.rows.tolist() == own[:, 0].tolist()  # type: ignore[union-attr]
+
+
+def with_heads(config: ModelConfig, **properties: Any) -> ModelConfig:
+    assert config.recurrent is not None
+    return msgspec.structs.replace(config, recurrent=msgspec.structs.replace(config.recurrent, **properties))
 
 
 def test_layers_have_the_names_of_either_code(tmp_path: Path) -> None:
@@ -224,6 +278,10 @@ def test_layers_of_wrong_sizes_and_names_are_refused(tmp_path: Path) -> None:
         folder = write_peft(tmp_path / "adapter", pairs, rank=RANK, alpha=ALPHA)
         with pytest.raises(ModelFileError, match=text):
             read_peft_folder(folder, peft_layers(config), shapes, 16)
+
+
+def test_latent_attention_takes_no_adapters() -> None:
+    assert not takes_adapters(random_model(KINDS["latent attention"], FLOAT32).layers)
 
 
 @pytest.mark.parametrize("name", ["experts.0.gate_proj", "shared_experts.up_proj", "gate", "up_proj"])
