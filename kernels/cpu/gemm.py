@@ -12,7 +12,7 @@ from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
 #: Version of the arithmetic of products in 8 bits; part of the fingerprint.
-INT8_ARITHMETIC = 1
+INT8_ARITHMETIC = 2
 #: Activations by their names in transformers; enum in gate.h.
 GATES = {
     "silu": 1,

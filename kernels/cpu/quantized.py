@@ -9,7 +9,7 @@ import numpy as np
 from kernels.arrays import UInt8s
 from kernels.cpu.dequantize import type_number
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
+from kernels.cpu.packed_weights import INT8, QUANTIZED, PackedWeights
 from kernels.cpu.structs import BlockArguments, QuantizeArguments, QuantizedPartArguments
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16
@@ -45,12 +45,15 @@ class BlockRows(NamedTuple):
         return row_bytes // num_bytes * weights
 
 
-def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False) -> PackedWeights | None:
+def quantize(
+    library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False, in_8_bits: bool = False
+) -> PackedWeights | None:
     """Pack the rows of all parts, one after the other, in stored form. is_gated: see PackedMatrix.
 
-    Products with the result have the same bits as those with the dequantized matrix. None: most of the matrix would
-    have to be dequantized, because its types are not quantized or mix within panels, or because its scales are not
-    normal numbers. Errors: ValueError for rows of different depths, or that do not consist of whole blocks.
+    Products with the result have the same bits as those with the dequantized matrix. in_8_bits: it is for products in
+    8 bits, which have bits of their own, with any scales. None: most of the matrix would have to be dequantized,
+    because its types are not quantized or mix within panels, or because its scales are not normal numbers. Errors:
+    ValueError for rows of different depths, or that do not consist of whole blocks.
     """
     for part in parts:
         if part.data.shape[1] % BLOCK_SIZES[part.type_name][1] or part.depth != parts[0].depth:
@@ -69,6 +72,7 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
         num_columns=num_columns,
         depth=depth,
         is_gated=is_gated,
+        in_8_bits=in_8_bits,
     )
     pointer = ctypes.POINTER(QuantizeArguments)
     num_bytes = library.function("quantize_bytes", pointer, result=ctypes.c_int64)
@@ -78,8 +82,9 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
         arguments.packed = packed.ctypes.data
         if not write(arguments):  # otherwise some panels need more bytes
             has_whole_panels = (packed[: 16 * len(must_be_whole)].view("<i4")[2::4] < 0).any()
+            packing = INT8 if in_8_bits else QUANTIZED
             return PackedWeights(
-                packed, num_columns, depth, BFLOAT16, QUANTIZED, is_gated, has_whole_panels=bool(has_whole_panels)
+                packed, num_columns, depth, BFLOAT16, packing, is_gated, has_whole_panels=bool(has_whole_panels)
             )
     return None
 

@@ -174,7 +174,7 @@ class QuantizeArguments(CStruct):
     _fields_ = (
         *_fields("parts packed must_be_whole", _POINTER),
         *_fields("num_parts num_columns depth", _INT64),
-        *_fields("is_gated reserved", _INT32),
+        *_fields("is_gated in_8_bits", _INT32),
     )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from ipc.tables.arrays import UInt8s
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.packed_weights import INT8, PackedWeights
+from kernels.cpu.packed_weights import PackedWeights
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.dequantize import PLAIN_TYPES, dequantize
 from kernels.elements import Dtype, Numbers, write_rounded
@@ -139,10 +139,10 @@ class StoredMatrix:
             rows = [block for part in rows if (block := in_q8_0(library, part)) is not None]
         packed = None
         if len(rows) == len(self.parts):
-            packed = quantize(library, rows, is_gated=is_gated)
+            packed = quantize(library, rows, is_gated=is_gated, in_8_bits=in_8_bits)
         for part in self.parts:
             part.let_go()
-        return packed._replace(packing=INT8) if in_8_bits and packed is not None else packed
+        return packed
 
     def own(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype, in separate memory."""

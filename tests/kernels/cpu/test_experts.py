@@ -11,7 +11,6 @@ from kernels.cpu.decoder_parts import DenseParts
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
-from kernels.cpu.packed_weights import INT8
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.routing import Routing
@@ -40,9 +39,9 @@ class Weights:
         name = "BF16" if self.dtype == BFLOAT16 else "F32"
         blocks = in_q8_0(library, BlockRows(name, weight.view(np.uint8)))
         assert blocks is not None
-        stored = quantize(library, [blocks], is_gated="gate" in options)
+        stored = quantize(library, [blocks], is_gated="gate" in options, in_8_bits=True)
         assert stored is not None
-        return PackedMatrix(library, stored._replace(packing=INT8), dtype=self.dtype, **options)
+        return PackedMatrix(library, stored, dtype=self.dtype, **options)
 
     def packed(self, library: CpuLibrary, *, normalises: bool = True, in_8_bits: bool = False) -> CpuExperts:
         def matrix(weight: Numbers, **options: Any) -> PackedMatrix:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kernels.cpu.build import find_compiler, runnable_variants
+from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
@@ -19,7 +20,8 @@ from kernels.dequantize import BLOCK_SIZES, K_BLOCK
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
 from tests.kernels.block_scales import TYPES, set_scales
 from tests.kernels.cpu.int8_reference import parts_of, product
-from tests.kernels.cpu.test_quantized import DEPTH, numbers, ordinary
+from tests.kernels.cpu.test_quantized import DEPTH, dense, numbers, ordinary
+from tests.kernels.test_dequantize import random_blocks
 
 ROWS = [1, 2, 3, 4, 5, 7, 13, 33, 140]
 GGUF = gguf.GGMLQuantizationType
@@ -42,9 +44,9 @@ def best() -> Iterator[CpuLibrary]:
 
 
 def packed(library: CpuLibrary, parts: list[BlockRows], gate: str | None = None, **options: object) -> PackedMatrix:
-    stored = quantize(library, parts, is_gated=gate is not None)
+    stored = quantize(library, parts, is_gated=gate is not None, in_8_bits=True)
     assert stored is not None
-    matrix = PackedMatrix(library, stored._replace(packing=INT8), gate=gate, **options)  # type: ignore[arg-type]
+    matrix = PackedMatrix(library, stored, gate=gate, **options)  # type: ignore[arg-type]
     assert matrix.packing == INT8
     return matrix
 
@@ -75,6 +77,51 @@ def test_the_largest_codes_do_not_overflow(variant: CpuLibrary, name: str) -> No
     x = rounded(np.where(np.arange(DEPTH) % 64 < 48, 1.0, -1.0)[None].repeat(9, 0).astype(np.float32), BFLOAT16)
     found = packed(variant, [rows], out_dtype=FLOAT32)(x)
     assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
+
+
+def unusual(name: str) -> list[BlockRows]:
+    """Matrices of 48 rows: with scales of all magnitudes, and with some that are not finite."""
+    weights, num_bytes = BLOCK_SIZES[name]
+    rough = BlockRows(name, random_blocks(name, 48 * DEPTH // weights, seed=5).reshape(48, -1))
+    broken = ordinary(name, 48)
+    blocks = broken.data.reshape(48, -1, num_bytes)
+    for row, scale in enumerate((np.nan, np.inf, 0.0, 2**-24, -65504.0)):
+        set_scales(blocks[row : row + 1, -1], name, scale)
+    for rows in (rough, broken):
+        if name == "MXFP4":  # smaller scales are zeros (below)
+            rows.data.reshape(48, -1, num_bytes)[..., 0].clip(2, out=rows.data.reshape(48, -1, num_bytes)[..., 0])
+    return [rough, broken]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_scales_of_any_kind_have_the_bits_of_the_definition(variant: CpuLibrary, name: str) -> None:
+    """No panel depends on what bfloat16 products of a variant make of its scales."""
+    for rows in unusual(name):
+        stored = quantize(variant, [rows], in_8_bits=True)
+        assert stored is not None
+        assert not stored.has_whole_panels
+        x = numbers(33)
+        with np.errstate(invalid="ignore", over="ignore"):
+            expected = product(x, parts_of(rows))
+        for count in (1, 33):
+            found = PackedMatrix(variant, stored, out_dtype=FLOAT32)(x[:count])
+            assert np.array_equal(found, expected[:count], equal_nan=True), count
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_of_an_embedding_are_the_dequantized_ones(variant: CpuLibrary, name: str) -> None:
+    ids = np.array([47, 0, 31, 32, 1, 2, 3, 4], np.int64)
+    for rows in unusual(name):
+        matrix = packed(variant, [rows])
+        with np.errstate(invalid="ignore", over="ignore"):
+            expected = to_floats(dense([rows]))[ids]
+        assert np.array_equal(CpuEmbedding(variant, matrix)(ids), expected, equal_nan=True)
+
+
+def test_the_least_scales_of_mxfp4_are_zeros(variant: CpuLibrary) -> None:
+    rows = ordinary("MXFP4", 32)
+    rows.data.reshape(32, -1, 17)[..., 0] = np.arange(2)[:, None].repeat(16, 0)
+    assert not packed(variant, [rows], out_dtype=FLOAT32)(numbers(3)).any()
 
 
 def test_a_row_that_is_not_finite_or_nearly_zero_concerns_itself_alone(variant: CpuLibrary) -> None:

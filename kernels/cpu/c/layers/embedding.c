@@ -3,6 +3,7 @@
 #include "blocks/dequantize.h"
 #include "products/compact.h"
 #include "threads/pool.h"
+#include "products/int8_column.h"
 #include "products/quantized.h"
 #include "math/vector_math.h"
 
@@ -61,7 +62,10 @@ static void embed_compact_row(const Embedding *args, int64_t row) {
 /* Like embed_row(), for a table of quantized panels. */
 static void embed_quantized_row(const Embedding *args, int64_t row) {
     float *out = args->out + row * args->width;
-    quantized_column(args->table, args->width, args->ids[row], out);
+    if (args->packing == PACKED + INT8_WEIGHTS)
+        int8_column(args->table, args->width, args->ids[row], out);
+    else
+        quantized_column(args->table, args->width, args->ids[row], out);
     for (int64_t i = 0; i < args->width; i++) out[i] *= args->scale;
 }
 

@@ -100,7 +100,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Quantize
     WHOLE FIELD(parts) FIELD(packed) FIELD(must_be_whole) FIELD(num_parts) FIELD(num_columns) FIELD(depth)
-    FIELD(is_gated) FIELD(reserved)
+    FIELD(is_gated) FIELD(in_8_bits)
 #undef STRUCT
 #define STRUCT NormWeights
     WHOLE FIELD(weight) FIELD(bias) FIELD(is_centred) FIELD(replaces) FIELD(precedes) FIELD(reserved)

@@ -123,8 +123,7 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
 #define UNPACK(name, type, unused) \
     case type: unpack_groups(work, to, type); break;
 
-/* Unpack groups of a panel. */
-static void unpack(const Int8Work *work, Int8Group *to) {
+void int8_unpack(const Int8Work *work, Int8Group *to) {
     switch (function_type_of(work->type)) { EACH_PANEL_TYPE(UNPACK, ) }
 }
 
@@ -183,7 +182,7 @@ static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t p
             .zero_bits = BLOCK_TYPES[entry->type].zero_bits,
             .out = sums,
         };
-        unpack(&work, slice);
+        int8_unpack(&work, slice);
         work.panel = (const char *)slice;
         multiply_slice(&work, num_rows, entry->type);
     }

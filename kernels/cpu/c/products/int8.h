@@ -10,8 +10,9 @@
  *   value = value + float(sum(x)) * minimum                types with a minimum; with halves, of the first, then second
  *   y     = y + value * scale of x                         groups in ascending order
  * Each product and each sum is rounded. So all variants give the same bits, and a row's bits depend on nothing else.
+ * Scales may be any numbers; those of MXFP4 below 2 ** -126 are zeros.
  *
- * A panel that is WHOLE_PANEL is multiplied in bfloat16, as in quantized.h.
+ * A panel that is WHOLE_PANEL, because its columns are of several types, is multiplied in bfloat16, as in quantized.h.
  */
 #ifndef INT8_H
 #define INT8_H
@@ -60,6 +61,9 @@ extern const Int8Functions int8_plain, int8_vnni, int8_avx_vnni;
 
 /* Multiply a thread's share: as gemm_part(), with args->packing INT8_WEIGHTS. args->quantized is written. */
 void int8_part(const Gemm *args, int thread, int num_threads);
+
+/* Unpack groups of a panel. */
+void int8_unpack(const Int8Work *work, Int8Group *to);
 
 /* Its two halves, on the calling thread: quantize rows [begin, end) of x; multiply all rows with some panels. */
 void int8_quantize(const Gemm *args, int64_t begin, int64_t end);

@@ -8,7 +8,8 @@
  * a panel are all of one type. A panel whose columns are of several types, or of a type that is not a quantized one, is
  * WHOLE_PANEL: packed bfloat16 as in gemm.h. So is a panel in which a weight would have other bits than dequantize.h
  * gives: one with a scale that is not finite, or with scales of very different magnitudes. gemm_quantize() compares
- * every weight.
+ * every weight. Products in 8 bits (int8.h) compute with codes and scales and not with those bits, so they take such
+ * panels as they are: then only types decide, and all variants have the same panels.
  *
  * The sign of a zero is not kept. A sum would show it only if all of its products were zero or too small for a float.
  *
@@ -106,7 +107,7 @@ typedef struct {
     uint8_t *must_be_whole;     /* [panels], 0 at first; gemm_quantize() sets it for panels that need more bytes */
     int64_t num_parts, num_columns, depth; /* the depth is a multiple of each part's block */
     int32_t is_gated;                      /* whether the matrix's halves are gates and up */
-    int32_t reserved;
+    int32_t in_8_bits;                     /* whether it is packed for products in 8 bits */
 } Quantize;
 
 /* Return the bytes of the matrix; 0 if fewer than half of its panels would be quantized. */

@@ -209,7 +209,7 @@ static int write_panel(const Quantize *args, int64_t panel) {
         const int count = args->depth - k < LARGE ? (int)(args->depth - k) : LARGE;
         for (int64_t i = k; i < k + count; i += layout.groups * GROUP)
             write_groups(columns, i, to + head_offset(layout, i / GROUP));
-        if (!are_exact(columns, entry->type, k, count, to)) return 0;
+        if (!args->in_8_bits && !are_exact(columns, entry->type, k, count, to)) return 0;
     }
     return 1;
 }
