@@ -28,6 +28,7 @@ from core.kv.event_feed import KVFeed
 from core.kv.orders import Order
 from core.scheduling.by_name import load_scheduler
 from core.scheduling.explain import explain
+from core.scheduling.pins.pin_calls import answer_pin_call
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.workers import most_in_flight
@@ -48,6 +49,7 @@ from ipc.wire.messages import (
     Statistics,
     Submission,
 )
+from ipc.wire.pin_messages import ForkPin, GetPins, ReleasePin
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
 from ipc.wire.weights_messages import GetWeights, Sleep, WakeUp, Weights, WeightsMark
@@ -236,6 +238,10 @@ HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | N
     ),
     Sleep: lambda engine, client, message, now_ns: engine._sleep(message.level),
     WakeUp: lambda engine, client, message, now_ns: engine._wake_up(message.call),
+    **dict.fromkeys(
+        (ReleasePin, ForkPin, GetPins),
+        lambda engine, client, message, now_ns: answer_pin_call(engine.scheduler, message, now_ns),
+    ),
     GetReplicas: lambda engine, client, message, now_ns: _no_fleet(message.call),
     ChangeReplica: lambda engine, client, message, now_ns: _no_fleet(message.call),
 }

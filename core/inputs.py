@@ -18,6 +18,7 @@ from ipc.wire.messages import (
     Statistics,
     Submission,
 )
+from ipc.wire.pin_messages import PinList, Pinned
 from ipc.wire.scheduling_messages import Explanation, KVEvents
 from ipc.wire.weights_messages import UpdateMode, Weights, WeightsMark
 
@@ -109,4 +110,6 @@ EngineInput: TypeAlias = (
     | StoreNews
     | NewWeights
 )
-EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | Weights | CallDone | CallFailed
+EngineReply: TypeAlias = (
+    Outputs | RequestFailed | Pinned | Statistics | Explanation | KVEvents | Weights | PinList | CallDone | CallFailed
+)

@@ -39,6 +39,7 @@ from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.records.receipt import Receipt
+from ipc.wire.pin_messages import Pin, PinAnswer, PinList
 
 __all__ = [
     "LLM",
@@ -66,6 +67,9 @@ __all__ = [
     "ModelDescription",
     "ModelFileError",
     "OutOfMemoryError",
+    "Pin",
+    "PinAnswer",
+    "PinList",
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptTooLongError",

@@ -32,6 +32,7 @@ from ipc.params.pooling_params import PoolingParams, PoolingTask
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
+from ipc.wire.pin_messages import Pin, PinList
 from ipc.wire.scheduling_messages import KVEvents
 from ipc.wire.weights_messages import WeightsMark
 
@@ -155,6 +156,7 @@ class AsyncLLM(AbsentMethods):
         priority: int = 0,
         deadline: float | None = None,
         tenant: str = "",
+        pins: Sequence[Pin] = (),
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one request, as sampling_params.output_kind states; the last one is finished.
 
@@ -165,7 +167,7 @@ class AsyncLLM(AbsentMethods):
         EngineDeadError.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
-        options = {"add_special_tokens": True, "lora": lora_request}
+        options = {"add_special_tokens": True, "lora": lora_request, "pins": pins}
         begin = self._generating(prompt, sampling_params, priority, deadline, tenant, **options)
         return self._serve(begin, request_id)
 
@@ -257,6 +259,18 @@ class AsyncLLM(AbsentMethods):
             return submit_pooling(self._engine, prepared, name)
 
         return self._serve(begin, request_id)
+
+    async def pins(self, tenant: str = "") -> PinList:
+        """Return a tenant's pins, as LLM.pins() does."""
+        return await asyncio.to_thread(self._engine.client.pins, tenant)
+
+    async def release_pin(self, name: str, tenant: str = "") -> None:
+        """End a named pin, as LLM.release_pin() does."""
+        await asyncio.to_thread(self._engine.client.release_pin, name, tenant)
+
+    async def fork_pin(self, name: str, new_name: str, ttl_ms: int, tenant: str = "") -> None:
+        """Pin what a named pin has under another name too, as LLM.fork_pin() does."""
+        await asyncio.to_thread(self._engine.client.fork_pin, name, new_name, ttl_ms, tenant)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Stop these requests; their iterators end with finish_reason "abort". Unknown names are ignored."""

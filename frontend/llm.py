@@ -38,6 +38,7 @@ from ipc.params.pooling_params import PoolingParams, PoolingTask
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
+from ipc.wire.pin_messages import Pin, PinList
 
 # PoolingCalls: the calls of LLM whose answers are vectors: encode, embed, classify and score.
 
@@ -199,6 +200,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         *,
         deadline: float | None = None,
         tenant: str = "",
+        pins: Sequence[Pin] = (),
         return_exceptions: Literal[False] = False,
         ignore_too_long: bool = False,
     ) -> list[RequestOutput]: ...
@@ -215,6 +217,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         *,
         deadline: float | None = None,
         tenant: str = "",
+        pins: Sequence[Pin] = (),
         return_exceptions: Literal[True],
         ignore_too_long: bool = False,
     ) -> list[RequestOutput | EngineCoreError]: ...
@@ -230,6 +233,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         *,
         deadline: float | None = None,
         tenant: str = "",
+        pins: Sequence[Pin] = (),
         return_exceptions: bool = False,
         ignore_too_long: bool = False,
     ) -> list[RequestOutput] | list[RequestOutput | EngineCoreError]:
@@ -243,7 +247,8 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         class such as tqdm. return_exceptions: return the error of a failed prompt in its place, also for one
         that is too long or empty, instead of raising one. ignore_too_long: return an output without tokens, whose
         finish_reason is "ignored", for each prompt that is too long. lora_request: the adapter of all or of each
-        (docs/lora.md). tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for lack of
+        (docs/lora.md). pins: what the engine should keep of each prompt (docs/pins.md); with several prompts, pins
+        without names. tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for lack of
         room is sent again, until the deadline.
         Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
         end if the engine failed a request, DeadlineExceededError if the deadline was the reason; EngineDeadError at
@@ -253,7 +258,8 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         self._use_pushed_weights()
         given = split_prompts(prompts)
         prepare = self._engine.prepare_each if return_exceptions or ignore_too_long else self._engine.prepare
-        prepared: list[Any] = [*prepare(given, sampling_params, priority, deadline, tenant=tenant, lora=lora_request)]
+        options: dict[str, Any] = {"tenant": tenant, "lora": lora_request, "pins": pins}
+        prepared: list[Any] = [*prepare(given, sampling_params, priority, deadline, **options)]
         if ignore_too_long:
             prepared = without_too_long(given, prepared, keeps_errors=return_exceptions)
         return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)
@@ -274,6 +280,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         priority: int | Sequence[int] | None = None,
         deadline: float | None = None,
         tenant: str = "",
+        pins: Sequence[Pin] = (),
     ) -> list[RequestOutput]:
         """Complete one conversation or many, each a list of {"role", "content"}.
 
@@ -298,6 +305,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
             tenant=tenant,
             add_special_tokens=False,
             lora=lora_request,
+            pins=pins,
         )
         return run_all(self._engine, prepared, use_tqdm)
 
@@ -371,6 +379,18 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         """
         self._use_pushed_weights()
         self._engine.client.reset_prefix_cache()
+
+    def pins(self, tenant: str = "") -> PinList:
+        """Return a tenant's pins, and how much it may pin (docs/pins.md). Errors: CallFailedError, EngineDeadError."""
+        return self._engine.client.pins(tenant)
+
+    def release_pin(self, name: str, tenant: str = "") -> None:
+        """End a named pin. Errors: CallFailedError, also if there is none; EngineDeadError."""
+        self._engine.client.release_pin(name, tenant)
+
+    def fork_pin(self, name: str, new_name: str, ttl_ms: int, tenant: str = "") -> None:
+        """Pin what a named pin has under another name too. Errors: those of release_pin(), also for lack of room."""
+        self._engine.client.fork_pin(name, new_name, ttl_ms, tenant)
 
     def _use_pushed_weights(self) -> None:
         if "llm_engine" in self.__dict__:

@@ -43,6 +43,7 @@ from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_
 from ipc.records.receipt import Answered, Receipt, ids_bytes, make_receipt
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest
+from ipc.wire.pin_messages import Pin, check_pins
 
 Message: TypeAlias = dict[str, Any]
 
@@ -59,6 +60,7 @@ class PreparedRequest(NamedTuple):
     deadline: float | None = None  # monotonic seconds; the request fails unless it has finished by then
     tenant: str = ""
     adapter: AdapterId | None = None
+    pins: tuple[Pin, ...] = ()
 
 
 class EngineHandle:
@@ -137,16 +139,20 @@ class EngineHandle:
         add_special_tokens: bool = True,
         is_shared: bool = True,
         lora: LoRAInput = None,
+        pins: Sequence[Pin] = (),
     ) -> list[PreparedRequest]:
         """Check and tokenize all prompts, before any is submitted; return one PreparedRequest each.
 
         deadline: seconds from now. tenant: see LLM.generate(). is_shared: whether a caller may change the parameters
         while the requests run, so that they are copied. lora: the prompts' adapters, which the engine loads now.
+        pins: of each prompt; if there are several prompts, without names.
         Errors: InvalidRequestError.
         """
         if not isinstance(tenant, str):
             raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
-        end = read_deadline(deadline)
+        end, pinned = read_deadline(deadline), tuple(pins)
+        if len(prompts) > 1 and any(pin.name for pin in pinned):
+            raise InvalidRequestError("a pin with a name is of one prompt: give several prompts pins without names")
         all_params = self._read_params(params, len(prompts), is_shared=is_shared)
         vocab_size, limits = self.client.welcome.vocab_size, self.client.welcome.limits
         for one in all_params:
@@ -161,10 +167,12 @@ class EngineHandle:
             features=self.client.welcome.features,
             images=self.images,
         )
+        for prompt in read if pinned else ():
+            check_pins(pinned, len(prompt.token_ids))
         priorities = read_priorities(priority, len(read))
         adapters = self.adapters.of_prompts(lora, len(read))
         return [
-            PreparedRequest(prompt, one, urgency, end, tenant, adapter)
+            PreparedRequest(prompt, one, urgency, end, tenant, adapter, pinned)
             for prompt, one, urgency, adapter in zip(read, all_params, priorities, adapters, strict=True)
         ]
 
@@ -177,13 +185,14 @@ class EngineHandle:
         *,
         tenant: str = "",
         lora: LoRAInput = None,
+        pins: Sequence[Pin] = (),
     ) -> list[PreparedRequest | InvalidRequestError]:
         """Return prepare()'s result, with an error instead of each prompt that cannot be served.
 
         Errors: InvalidRequestError for arguments that are wrong for all prompts.
         """
         try:
-            return [*self.prepare(prompts, params, priority, deadline, tenant=tenant, lora=lora)]
+            return [*self.prepare(prompts, params, priority, deadline, tenant=tenant, lora=lora, pins=pins)]
         except InvalidRequestError:
             lists = [one for one in (params, priority, lora) if isinstance(one, Sequence)]
             if any(len(one) != len(prompts) for one in lists):
@@ -193,7 +202,8 @@ class EngineHandle:
         for index, prompt in enumerate(prompts):
             own = [one[index] if isinstance(one, Sequence) else one for one in (params, priority, lora)]
             try:
-                prepared += self.prepare([prompt], own[0], own[1], deadline, tenant=tenant, lora=own[2])  # type: ignore[arg-type]
+                options: Any = {"tenant": tenant, "lora": own[2], "pins": pins}
+                prepared += self.prepare([prompt], own[0], own[1], deadline, **options)  # type: ignore[arg-type]
             except InvalidRequestError as error:
                 prepared.append(error)
         return prepared
@@ -241,7 +251,7 @@ class EngineHandle:
         """Submit a request; request_id None = its number, seed None = derive_seed() of its number, if its parameters
         have none. Errors: those of EngineClient.submit.
         """
-        prompt, params, priority, deadline, tenant, adapter = prepared
+        prompt, params, priority, deadline, tenant, adapter, pins = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
         own = seed if params.seed is None else params.seed
         number = self.client.submit(
@@ -255,6 +265,7 @@ class EngineHandle:
             streaming=needs_every_token(params),
             adapter=adapter,
             features=prompt.features,
+            pins=pins,
         )
         name = str(number) if request_id is None else request_id
         state = RequestState(name, number, prompt, params, tokenizer=self.tokenizer)

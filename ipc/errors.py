@@ -94,7 +94,12 @@ class HandshakeError(EngineCoreError):
 
 
 class CallFailedError(EngineCoreError):
-    """A typed call was answered with an error."""
+    """A typed call was answered with an error.
+
+    code: name of the engine's error code; "" = the call was not answered.
+    """
+
+    code = ""
 
 
 class CaptureFileError(EngineCoreError):

@@ -7,6 +7,7 @@ the first kind until it ends. In the counts of most methods, a block of the pool
 
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -25,6 +26,16 @@ from core.kv.cache_kinds import room_of
 from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
+
+
+class Keeper(Protocol):
+    """Holds blocks that no row need hold."""
+
+    def held(self) -> list[Int32s]:
+        """Return the blocks, each as often as it is held."""
+
+    def num_references(self, blocks: BlockIds) -> Ints:
+        """Return how often each of these blocks [n] is held."""
 
 
 class Batch:
@@ -54,6 +65,7 @@ class Batch:
         self.rows: Ints = np.zeros(0, np.int64)
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.forks = Forks(self.tables, self.room, self.pool, self.prefix_cache, self.in_flight)
+        self.keepers: list[Keeper] = []
         self.carried = Carried()
         self.kept_states: KeptStates | None = None  # for a model with recurrent layers
         self.host_cache = HostCache(self, config.num_host_blocks, config.num_swap_blocks)
@@ -166,9 +178,12 @@ class Batch:
             return 0
         row = int(self.rows[0])
         blocks = self.table.blocks.read(row, 0, int(self.table.num_blocks[row]))
-        if not len(blocks) or self.pool.ref_count[blocks[0]] != count:
+        if not len(blocks) or self.pool.ref_count[blocks[0]] < count:
             return 0
-        is_common = self.pool.ref_count[blocks] == count
+        references = self.pool.ref_count[blocks]
+        for keeper in self.keepers:
+            references = references - keeper.num_references(blocks)
+        is_common = references == count
         return len(blocks) if is_common.all() else int(is_common.argmin())
 
     def num_held(self, row: int) -> int:
@@ -487,4 +502,6 @@ class Batch:
     def _held(self) -> list[BlockIds]:
         """Return all block tables, and the blocks that are kept for forks."""
         held: list[BlockIds] = [table.block_ids(row) for table in self.tables for row in self.rows.tolist()]
+        for keeper in self.keepers:
+            held += keeper.held()
         return [*held, *self.forks.held()]

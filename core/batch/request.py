@@ -13,6 +13,7 @@ from ipc.wire.block_roots import root_of_message
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest, Submission
+from ipc.wire.pin_messages import Pin
 from ipc.wire.pooling_messages import AddPooling
 
 NO_ROW = -1
@@ -70,6 +71,7 @@ class Request(msgspec.Struct, eq=False):
     awaits: int = 0  # ticket of the blocks that it waits for, from a store beyond the host; 0 = none
     known_end: int = 0  # with recurrent layers: first tokens that were in the cache; see core/batch/kept_states.py
     has_asked: bool = False  # it has asked for such blocks and got an answer
+    pins: tuple[Pin, ...] = ()  # of its prompt, until it is queued
     #: Derived from `params`, and stored because a start looks at them several times:
     sampling: SamplingParams | None = None  # the parameters for its tokens; None for a pooling request
     searches: bool = False  # it is a beam of a beam search
@@ -151,6 +153,7 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         adapter=message.adapter,
         features=message.features,
         choice=choice,
+        pins=message.pins,
     )
 
 

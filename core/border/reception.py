@@ -20,6 +20,7 @@ from core.border.key_use import KeyUse, KeyUses
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import MAX_UNCONFIRMED, NumberStatus
 from core.border.meter import RequestMeter
+from core.border.pin_calls import owned, pin_call_refusal
 from core.border.preparation import Preparation
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
@@ -60,6 +61,7 @@ from ipc.wire.messages import (
     decode_client_message,
 )
 from ipc.wire.metrics_messages import GetMetrics, Metrics
+from ipc.wire.pin_messages import ForkPin, GetPins, ReleasePin
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.start_messages import Isolate
 from ipc.wire.weights_messages import Sleep, UpdateWeights, WakeUp
@@ -277,11 +279,13 @@ class Reception:
                 return refusal
             case Sleep() | WakeUp() if (failed := self._weights.refusal(message)) is not None:
                 return failed
+            case ReleasePin() | ForkPin() | GetPins() if (failed := pin_call_refusal(message)) is not None:
+                return failed
             case _:
                 if isinstance(message, Pause | Resume):
                     self._is_paused = isinstance(message, Pause)
                 session.num_calls += 1
-                self._inbox.put(session.client, message)
+                self._inbox.put(session.client, owned(message, session.use))
                 return None
 
     @property

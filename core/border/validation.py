@@ -10,6 +10,7 @@ from ipc.log_lines import counted
 from ipc.params.pooling_params import check_task, generates
 from ipc.params.sampling_params import SamplingParams, check_num_logprobs
 from ipc.wire.messages import DECODE_ERRORS, AddRequest, Submission
+from ipc.wire.pin_messages import check_pins
 from ipc.wire.pooling_messages import AddPooling
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -66,8 +67,7 @@ def validate_request(
         raise InvalidRequestError(
             f"cache_salt has {len(message.cache_salt)} characters; at most {MAX_CACHE_SALT_CHARS} are allowed"
         )
-    if (size := len(message.tenant.encode())) > MAX_TENANT_BYTES:
-        raise InvalidRequestError(f"tenant has {size} bytes; at most {MAX_TENANT_BYTES} are allowed")
+    check_tenant(message.tenant)
     num_prompt = _check_token_ids("the prompt", message.prompt_token_ids, vocab_size)
     if num_prompt == 0:
         raise InvalidRequestError("the prompt is empty: it needs at least one token")
@@ -81,6 +81,12 @@ def validate_request(
             )
         return
     _check_generation(message, num_prompt, vocab_size, max_model_len, max_logprobs, tasks or {})
+
+
+def check_tenant(tenant: str) -> None:
+    """Check the name of a tenant. Errors: InvalidRequestError."""
+    if (size := len(tenant.encode())) > MAX_TENANT_BYTES:
+        raise InvalidRequestError(f"tenant has {size} bytes; at most {MAX_TENANT_BYTES} are allowed")
 
 
 def _check_generation(
@@ -98,6 +104,7 @@ def _check_generation(
             f"for an output token: shorten it by at least {num_prompt + 1 - max_model_len}"
         )
     _check_prompt_logprobs(message.params.prompt_logprobs, num_prompt, vocab_size)
+    check_pins(message.pins, num_prompt)
     if message.params.use_beam_search and any(message.delivered):
         raise InvalidRequestError("delivered must be empty for a beam search, which delivers all tokens at its end")
     if len(message.delivered) > message.params.n:

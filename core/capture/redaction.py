@@ -254,10 +254,13 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         names, states[content] = renaming.tokens.name_all(states[parent], tokens)
         return names
 
+    def tokens_from(root: int, tokens: Int32s) -> Int32s:
+        return renaming.tokens.name_all(renaming.begin(root), tokens)[0]
+
     rename_blocks([scheduler.pool.names, scheduler.batch.host_cache.names], renaming.root, tokens_of)
     if scheduler.exchange is not None:
-        name_all, begin = renaming.tokens.name_all, renaming.begin
-        scheduler.exchange.rename(renaming.root, lambda root, token_ids: name_all(begin(root), token_ids)[0])
+        scheduler.exchange.rename(renaming.root, tokens_from)
+    scheduler.pins.rename(renaming.root, tokens_from, renaming.tokens.word)
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
     scheduler.encoder_inputs.rename(renaming.feature)
@@ -285,7 +288,7 @@ def _blank_rest(state: list[Any], live: Set[int], renaming: Renaming) -> None:
             case Request() if id(one) not in live:
                 one.token_ids, one.block_hashes, one.features = NO_INT32S, [], []
                 one.params, one.sampling = SamplingParams(), None
-                one.tenant, one.adapter, one.seed, one.root, one.first_key = "", None, 0, PLAIN_ROOT, 0
+                one.tenant, one.adapter, one.seed, one.root, one.first_key, one.pins = "", None, 0, PLAIN_ROOT, 0, ()
             case AdapterSlots():
                 one.rename(renaming.digest)
             case OfferedDrafts():

@@ -20,6 +20,7 @@ from ipc.wire.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest, Submission
+from ipc.wire.pin_messages import ForkPin, GetPins, Pin, ReleasePin
 from ipc.wire.pooling_messages import AddPooling
 
 #: The parameters that the scheduler reads in addition to stop_token_ids. The rest is left out.
@@ -77,6 +78,8 @@ class Renaming:
         """Return the message without content."""
         if isinstance(message, ExecutorLost):
             return msgspec.structs.replace(message, text="")
+        if isinstance(message, ReleasePin | ForkPin | GetPins):
+            return self._pin_call(message)
         if not isinstance(message, AddRequest | AddPooling):
             return message
         self.learn(message)
@@ -92,7 +95,7 @@ class Renaming:
             return msgspec.structs.replace(message, **changes)
         delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
         params = self.params(message.params)
-        changes |= {"features": self.features(message.features)}
+        changes |= {"features": self.features(message.features), "pins": self.pins(message.pins)}
         return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
 
     def digest(self, digest: str) -> str:
@@ -105,6 +108,15 @@ class Renaming:
         return [
             msgspec.structs.replace(use, digest=self.feature(use.digest) if use.is_encoded else b"") for use in kept
         ]
+
+    def pins(self, pins: Sequence[Pin]) -> tuple[Pin, ...]:
+        """Return the pins of a request under other names."""
+        return tuple(msgspec.structs.replace(pin, name=self.tokens.word(pin.name)) for pin in pins)
+
+    def _pin_call(self, message: ReleasePin | ForkPin | GetPins) -> ReleasePin | ForkPin | GetPins:
+        """Return a call on pins under other names."""
+        names = [name for name in ("name", "new_name", "tenant") if hasattr(message, name)]
+        return msgspec.structs.replace(message, **{name: self.tokens.word(getattr(message, name)) for name in names})
 
     def feature(self, digest: bytes) -> bytes:
         """Return another digest for an image."""

@@ -16,11 +16,12 @@ from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.inputs import NewWeights
 from core.kv.cache_kinds import CacheKind, CacheRoom
 from core.kv.event_feed import KVFeed
-from core.kv.orders import Fetch, Leave, Look, Store, Windows
+from core.kv.orders import Fetch, Leave, Look, Retain, Store, Windows
 from core.scheduling.beams.beam_rules import Candidates, Finished, Token
 from core.scheduling.block_exchange import PendingFetch
 from core.scheduling.decisions import Cause, Decision, Examined, Preempted, Verdict
 from core.scheduling.outputs import _Rows
+from core.scheduling.pins.pinned_prefix import PinnedPrefix
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.stats import SchedulerStats
 from ipc.params.pooling_params import PoolingParams
@@ -29,6 +30,7 @@ from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import FinishReason, Logprobs, RequestFailed
+from ipc.wire.pin_messages import Pin, PinAnswer, Pinned
 from ipc.wire.pooling_messages import Pooled
 from ipc.wire.weights_messages import UpdateMode, WeightsMark
 
@@ -36,7 +38,7 @@ from ipc.wire.weights_messages import UpdateMode, WeightsMark
 _HOME_PACKAGE = __name__.removesuffix("core.capture.state_classes")
 
 _OBJECTS: dict[type, dict[Any, str]] = {**state_of_batch.FIELDS, **state_of_scheduling.FIELDS}
-_STRUCTS = (NewPooling, NewRow, Request, SchedulerOutput, PendingFetch, Decision, SchedulerStats)
+_STRUCTS = (NewPooling, NewRow, Request, SchedulerOutput, PendingFetch, PinnedPrefix, Decision, SchedulerStats)
 _NAMED = (
     CacheKind,
     CacheRoom,
@@ -49,6 +51,7 @@ _NAMED = (
     Look,
     OtherKind,
     Preempted,
+    Retain,
     Store,
     Swapped,
     Token,
@@ -63,6 +66,9 @@ _MESSAGES = (
     KVBlocksRemoved,
     KVBlocksStored,
     Logprobs,
+    Pin,
+    PinAnswer,
+    Pinned,
     Pooled,
     PoolingParams,
     RequestFailed,

@@ -39,6 +39,7 @@ from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.beams.beam_searches import BeamSearches
 from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import BlockExchange
+from core.scheduling.pins.pins import Pins
 from core.scheduling.whole_features import WholeFeatures
 from ipc.tables.arrays import Bools, Int32s, Ints, UInt64s
 from ipc.tables.paged_rows import PagedRows
@@ -68,7 +69,8 @@ FIELDS: dict[type, dict[Any, str]] = {
         Carried: "carried",
         KeptStates | None: "kept_states",
         HostCache: "host_cache",
-        list[Callback(((BlockExchange, "leave"),))]: "before_release",  # type: ignore[misc]
+        list[Callback(((BlockExchange, "leave"), (Pins, "leave")))]: "before_release",  # type: ignore[misc]
+        list[Pins]: "keepers",
         list[_ON_RELEASE]: "on_release",  # type: ignore[valid-type]
         list[Callback(((Batch, "copy_state"),))]: "on_copy",  # type: ignore[misc]
     },
@@ -170,7 +172,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         NDArray[np.int8]: "urgency",
         list[BlockRing]: "_rings",
         deque[tuple[int, Ints]]: "_fenced",
-        list[HostCache | BlockExchange]: "tiers",
+        list[HostCache | BlockExchange | Pins]: "tiers",
     },
     BlockRing: {
         int: "_head _tail _length",

@@ -23,7 +23,7 @@ from core.inputs import NewWeights
 from core.kv.beside import Beside
 from core.kv.block_pool import BlockPool
 from core.kv.cache_kinds import CacheKind
-from core.kv.orders import Fetch, Leave, Look, Store
+from core.kv.orders import Fetch, Leave, Look, Retain, Store
 from core.kv.swap_space import SwapSpace
 from core.proposers.ngram import NgramProposer
 from core.proposers.offered import OfferedDrafts
@@ -43,6 +43,8 @@ from core.scheduling.leads import Leads
 from core.scheduling.limits import PartialPrefills
 from core.scheduling.outputs import OutputCollector, RequestEventLog, _Rows
 from core.scheduling.parties import Parties
+from core.scheduling.pins.pinned_prefix import PinLedger, PinnedPrefix
+from core.scheduling.pins.pins import Pins
 from core.scheduling.policies import Fair, Fcfs, Priority, RowShares
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, RunningRows
@@ -58,12 +60,13 @@ from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
 from ipc.tables.arrays import Doubles, Floats, Ints
 from ipc.wire.messages import Logprobs, RequestFailed
+from ipc.wire.pin_messages import Pinned
 from ipc.wire.pooling_messages import Pooled
 from ipc.wire.weights_messages import WeightsMark
 
 _Policy = Fcfs | Fair
 _Limit = AdapterSlots | EncoderInputs | GroupRows | WholeFeatures
-_Cut = Callback(((WholeFeatures, "cut"), (EncoderInputs, "cut")))
+_Cut = Callback(((WholeFeatures, "cut"), (EncoderInputs, "cut"), (Pins, "cut")))
 
 FIELDS: dict[type, dict[Any, str]] = {
     Scheduler: {
@@ -86,6 +89,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         BlockExchange | None: "exchange",
         Parties: "_parties",
         WeightUpdate: "weights",
+        Pins: "pins",
         Leads: "_leads",
         Ends: "_ends",
         BeamSearches: "beams",
@@ -144,7 +148,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         Batch: "_batch",
         WaitingQueue: "_waiting",
         HostCache: "_host",
-        list[Look | Fetch | Store | Leave]: "orders",
+        list[Look | Fetch | Store | Leave | Retain]: "orders",
         dict[int, PendingFetch]: "_fetches",
         StoreQueue: "stores",
         WindowsBeside | StatesBeside | None: "beside",
@@ -239,6 +243,28 @@ FIELDS: dict[type, dict[Any, str]] = {
         dict[int, Logprobs]: "_logprobs",
         dict[int, Pooled]: "_pooled",
         list[tuple[int, RequestFailed]]: "_failed",
+        list[tuple[int, Pinned]]: "_pinned",
+    },
+    Pins: {
+        int: "_size _first_end_ns _now_ns",
+        bool: "_is_used",
+        Batch: "_batch",
+        WaitingQueue: "_waiting",
+        OutputCollector: "_outputs",
+        SchedulerStats: "_stats",
+        Ends: "_ends",
+        list[_Cut]: "_cuts",  # type: ignore[valid-type]
+        BlockExchange | None: "_exchange",
+        BlockPool: "_pool",
+        PinLedger: "ledger",
+        dict[tuple[str, str, int], PinnedPrefix]: "_pins",
+        list[PinnedPrefix]: "_live",
+        Ints: "_references",
+    },
+    PinLedger: {
+        int: "max_blocks max_of_tenant",
+        dict[int, int]: "counts",
+        dict[str, int]: "_of_tenant _with_repeats",
     },
     Parties: {
         int: "_num_named",

@@ -79,4 +79,14 @@ class Leave(NamedTuple):
     evictions_beside: Ints = NO_INTS  # [n]
 
 
-Order: TypeAlias = Look | Fetch | Store | Leave
+class Retain(NamedTuple):
+    """Keep the blocks with these contents for a time, or no longer: prompts with them are pinned. There is no answer.
+
+    It follows the Leave that tells their names. Those that are written later are kept too.
+    """
+
+    contents: Ints  # [n]
+    ttl_ms: int  # from now on; 0 = no longer
+
+
+Order: TypeAlias = Look | Fetch | Store | Leave | Retain

@@ -107,7 +107,7 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
             listening[0].destroy(0)
         raise
     if folder is not None:
-        tiers.insert(0, Tier("kv_dir", folder, is_near=True))
+        tiers.insert(0, Tier("kv_dir", folder, is_near=True, retain=folder.retain))
     assert key or folder is not None, "no key: ResolvedConfig asks for kv_key_file"
     return OpenStores(blocks, key or (folder.key if folder is not None else b""), tiers, folder, listening)
 

@@ -40,15 +40,15 @@ class Ends:
             if request is not None:  # None: another choice of its request failed first
                 # a text means that a parameter is to blame
                 code = ErrorCode.INVALID_ARGUMENT if index in texts else ErrorCode.NUMERIC
-                self._fail(request, code, texts.get(index, _NOT_FINITE))
+                self.fail(request, code, texts.get(index, _NOT_FINITE))
 
     def fail_overdue(self, now_ns: int) -> None:
         """Fail the requests whose deadlines have passed, at most MAX_OVERDUE of them."""
         for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
             if not request.is_finished:  # it may have failed with another choice
-                self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
+                self.fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
 
-    def _fail(self, request: Request, code: ErrorCode, text: str) -> None:
+    def fail(self, request: Request, code: ErrorCode, text: str) -> None:
         """Fail the request and all its choices, and report it to the client."""
         for choice in self._requests.get(request.client, request.number):
             self.take_out(choice)

@@ -12,11 +12,12 @@ from core.execution.plan import LogprobColumns, PooledColumns
 from core.scheduling.decisions import Preempted
 from ipc.tables.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
 from ipc.wire.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
+from ipc.wire.pin_messages import PinAnswer, Pinned
 from ipc.wire.pooling_messages import Pooled
 from ipc.wire.scheduling_messages import EventCause, EventKind, RequestEvents
 
 #: (client, message) in the order in which they are to be sent.
-ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]
+ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed | Pinned]
 
 
 class _Rows(NamedTuple):
@@ -95,6 +96,7 @@ class OutputCollector:
         self._logprobs: dict[int, Logprobs] = {}
         self._pooled: dict[int, Pooled] = {}
         self._failed: list[ClientOutput] = []
+        self._pinned: list[ClientOutput] = []  # they are told first
 
     def add_tokens(
         self,
@@ -166,9 +168,17 @@ class OutputCollector:
         """Add the failure of a request."""
         self._failed.append((client, RequestFailed(number, code, message)))
 
+    def add_pinned(self, client: int, number: int, answer: PinAnswer) -> None:
+        """Add the answer to the next pin of a request that has just arrived."""
+        last = self._pinned[-1] if self._pinned else None
+        if last is not None and last[0] == client and isinstance(last[1], Pinned) and last[1].number == number:
+            last[1].pins.append(answer)
+        else:
+            self._pinned.append((client, Pinned(number, [answer])))
+
     def drain(self, step: int) -> list[ClientOutput]:
         """Return everything added since the last drain."""
-        messages: list[ClientOutput] = []
+        messages = self._pinned
         if self._ends:
             self._rows.insert(0, _rows_of_ends(self._ends))
             self._ends = []
@@ -177,7 +187,7 @@ class OutputCollector:
         others = dict.fromkeys((*self._started, *self._logprobs, *self.events.clients))
         messages.extend((client, self._without_rows(step, client)) for client in others)
         messages.extend(self._failed)
-        self._rows, self._failed = [], []
+        self._rows, self._failed, self._pinned = [], [], []
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:

@@ -32,6 +32,7 @@ from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
 from core.scheduling.parts import SchedulerParts
+from core.scheduling.pins.pins import Pins
 from core.scheduling.policies import BuildPolicy, build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, running_rows
@@ -85,6 +86,7 @@ class Scheduler:
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         self._ends = Ends(parts, self.preemption, requests=self._requests, parties=self._parties, leads=self._leads)
         self.weights = WeightUpdate(parts, self.preemption, self._ends, self._requests)
+        self.pins = Pins(parts, self._ends, self.cuts, self.exchange)
         self.beams = BeamSearches(
             parts,
             self.preemption,
@@ -165,6 +167,8 @@ class Scheduler:
                 self.policy.arrive(request)
             self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
+        for pin in choices[0].pins:
+            self.pins.enter(pin, live, now_ns)
 
     def _enter_search(self, requests: list[Request]) -> None:
         if self._group_rows is None:
@@ -331,6 +335,9 @@ class Scheduler:
             num_free_swap_blocks=swap_space.num_free,
             num_fetched_blocks=0 if exchange is None else exchange.num_fetched,
             num_stored_blocks=0 if exchange is None else exchange.num_stored,
+            num_pins=len(self.pins),
+            num_pinned_blocks=self.pins.num_held_blocks(),
+            max_pinned_blocks=self.pins.ledger.max_blocks,
         )
 
     def take_outputs(self) -> list[ClientOutput]:

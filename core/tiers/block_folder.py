@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,10 +31,13 @@ _UNFINISHED_NS = 600 * 10**9
 #: The files are counted again when this engine has written this fraction of the limit since the last count, because
 #: other engines write too. If there are too many, enough are removed to leave this fraction free.
 _SHARE = 16
+_NS_PER_MS = 1_000_000
+#: Blocks that are not written yet and are to be kept then: more are forgotten, oldest first.
+MAX_RETAINED = 1 << 16
 
 
 class _File(NamedTuple):
-    used_ns: int  # its modification time, set by each use; files are sorted by it
+    used_ns: int  # its modification time, set by each use, or later if it is retained; files are sorted by it
     name: str
     num_bytes: int
 
@@ -65,6 +69,7 @@ class BlockFolder:
         except ConfigError:
             os.close(self._fd)
             raise
+        self._retained: dict[bytes, int] = {}  # by name: until when to keep a block that has no file yet, unix ns
         self._num_written = 0  # number of files written by this engine
         self.num_bytes = self._new_bytes = 0  # at the last count, and written after it by this engine
 
@@ -104,7 +109,7 @@ class BlockFolder:
                 return
             if block.read_from(fd):
                 with contextlib.suppress(OSError):
-                    os.utime(fd)
+                    _touch(fd)
                 return
             os.unlink(file, dir_fd=self._blocks)
         except OSError:
@@ -127,7 +132,7 @@ class BlockFolder:
         """Write a block unless there is a file of it. Return whether it was written. Errors: OSError."""
         file, size = _file_of(block.name), block.num_bytes
         with contextlib.suppress(FileNotFoundError):
-            os.utime(file, dir_fd=self._blocks, follow_symlinks=False)
+            _touch(file, self._blocks)
             return False
         if size > self._max_bytes:
             return False
@@ -142,6 +147,8 @@ class BlockFolder:
             if not block.is_unchanged():
                 os.unlink(new, dir_fd=self._blocks)
                 return False
+            if until_ns := self._retained.pop(block.name, 0):
+                _mark(new, self._blocks, until_ns)
             os.rename(new, file, src_dir_fd=self._blocks, dst_dir_fd=self._blocks)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -151,6 +158,24 @@ class BlockFolder:
         if self._new_bytes * _SHARE > self._max_bytes or self.num_bytes + self._new_bytes > self._max_bytes:
             self.make_room()
         return True
+
+    def retain(self, names: Sequence[bytes], ttl_ms: int) -> None:
+        """Keep blocks for a time from now on; 0 = no longer. Those without a file are kept once they have one.
+
+        A file's modification time is then in the future. So files are removed in this order: unused ones, the least
+        recently used first; then those that are to be kept, the one that may go first before others. Other engines and
+        later ones see it too.
+        """
+        until_ns = time.time_ns() + ttl_ms * _NS_PER_MS
+        for name in names:
+            self._retained.pop(name, None)
+            with contextlib.suppress(FileNotFoundError):
+                _mark(_file_of(name), self._blocks, until_ns)
+                continue
+            if ttl_ms:
+                self._retained[name] = until_ns
+        while len(self._retained) > MAX_RETAINED:
+            del self._retained[next(iter(self._retained))]
 
     def make_room(self) -> None:
         """Count the files of all engines. If there are too many, remove those that were unused for the longest time."""
@@ -214,6 +239,18 @@ class BlockFolder:
             os.link(name, _KEY_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         finally:
             os.unlink(name, dir_fd=self._fd)
+
+
+def _touch(file: str | int, folder: int | None = None) -> None:
+    """Mark a file as used now, unless it is retained. Errors: OSError."""
+    now, follows = time.time_ns(), folder is None  # a link in a folder is not followed
+    if os.stat(file, dir_fd=folder, follow_symlinks=follows).st_mtime_ns <= now:
+        os.utime(file, ns=(now, now), dir_fd=folder, follow_symlinks=follows)
+
+
+def _mark(file: str, folder: int, used_ns: int) -> None:
+    """Set the time at which a file counts as used. Errors: OSError."""
+    os.utime(file, ns=(used_ns, used_ns), dir_fd=folder, follow_symlinks=False)
 
 
 def _file_of(name: bytes) -> str:

@@ -18,7 +18,7 @@ from core.batch.kept_states import KeptStates
 from core.execution.shared_blocks import BlockMemory, ReadableBlocks, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED, BlockNames
-from core.kv.orders import Fetch, Leave, Look, Order, Store, Windows
+from core.kv.orders import Fetch, Leave, Look, Order, Retain, Store, Windows
 from core.tiers.block_file import BlockToLoad, BlockToStore
 from core.tiers.connector import Tier
 from core.tiers.memory_shelf import Contents, MemoryShelf
@@ -205,6 +205,9 @@ class BlockStore:
             case Leave():
                 self._leave(order)
                 return None
+            case Retain():
+                self._retain(order)
+                return None
 
     @property
     def has_unsaved(self) -> bool:
@@ -361,6 +364,13 @@ class BlockStore:
             if self._served is not None:
                 self._served.shelves(is_beside=order.is_beside).host.put(name, slots[0], content, more=slots[1:])
         return stored
+
+    def _retain(self, order: Retain) -> None:
+        """Tell the connectors how long to keep blocks. What is not known by name is in no store."""
+        found = (self._name_of.get(content) for content in order.contents.tolist())
+        names = [name for name in found if name is not None]
+        for tier in self._tiers:
+            tier.retain(names, order.ttl_ms)
 
     def pause(self, error: OSError) -> None:
         """Stop writing for a while, after a disk error."""

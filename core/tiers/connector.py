@@ -67,13 +67,21 @@ class Tier:
     """A connector in use.
 
     option: the one that names it, for the log. loads, stores: which ways blocks go. is_near: asking it takes no round
-    trip.
+    trip. retain: keeps blocks with these names for a time, see BlockFolder.retain(); most connectors cannot.
     """
 
     def __init__(
-        self, option: str, connector: KVConnector, *, loads: bool = True, stores: bool = True, is_near: bool = False
+        self,
+        option: str,
+        connector: KVConnector,
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        is_near: bool = False,
+        retain: Callable[[Sequence[bytes], int], None] = lambda names, ttl_ms: None,
     ) -> None:
         self.connector, self.loads, self.stores, self.is_near = connector, loads, stores, is_near
+        self.retain = retain
         self._option = option
         self._paused_until = 0.0  # monotonic seconds
 

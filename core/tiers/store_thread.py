@@ -12,7 +12,7 @@ import numpy as np
 
 from core import log
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
-from core.kv.orders import Fetch, Leave, Look, Order, Store
+from core.kv.orders import Fetch, Leave, Look, Order, Retain, Store
 from core.tiers.block_store import BlockStore
 
 #: The most waiting Leaves, and bytes in them, because a disk may hang. Beyond that the oldest are dropped, and their
@@ -30,7 +30,7 @@ class StoreThread:
         self._reads: deque[Look | Fetch] = deque()
         self._leaves: deque[Leave] = deque()
         self._leave_bytes = 0
-        self._writes: deque[Store] = deque()  # the scheduler limits them
+        self._writes: deque[Store | Retain] = deque()  # the scheduler limits them
         self._at_work: Order | None = None
         self._wake = threading.Condition()
         self._is_closing = self._gives_up = self._has_died = False
@@ -47,7 +47,7 @@ class StoreThread:
                 match order:
                     case Look() | Fetch():
                         self._reads.append(order)
-                    case Store():
+                    case Store() | Retain():
                         self._writes.append(order)
                     case Leave():
                         self._add_leave(order)
@@ -161,5 +161,5 @@ def _answer_of_none(order: Order) -> StoreNews | None:
             return BlocksArrived(order.ticket, 0)
         case Store():
             return BlocksStored(order.ticket, 0)
-        case Leave():
+        case Leave() | Retain():
             return None

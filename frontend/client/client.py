@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from msgspec.structs import replace
 
@@ -23,6 +22,7 @@ from frontend.client.journal import Journal
 from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.news import News
 from frontend.client.progress import Progress
+from frontend.client.resumption import Resumption
 from frontend.client.transport_interface import Borrower, Transport
 from frontend.client.typed_calls import TypedCalls
 from frontend.client.weight_marks import WeightMarks
@@ -49,11 +49,9 @@ from ipc.wire.messages import (
     CallResult,
     EngineStopping,
     ErrorCode,
-    FinishReason,
     Goodbye,
     Heartbeat,
     Hello,
-    Limits,
     Outputs,
     Refused,
     RequestFailed,
@@ -63,6 +61,7 @@ from ipc.wire.messages import (
     decode_server_message,
     encode,
 )
+from ipc.wire.pin_messages import Pin, Pinned
 from ipc.wire.placed_feature import PlacedFeature
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
@@ -201,13 +200,15 @@ class EngineClient(JournalReader, TypedCalls):
         second_from: int = 0,
         adapter: AdapterId | None = None,
         features: Sequence[PlacedFeature] = (),
+        pins: Sequence[Pin] = (),
     ) -> int:
         """Submit a request and return its number; it stays in the journal until discard(). The type of its params
         decides whether it asks for tokens or for vectors (then the seed does not matter).
 
         seed: uint64, or a function of the number. streaming: wake consumers for its tokens too. second_from: see
-        AddPooling. adapter: a loaded one. features: features that replace tokens of the prompt, in order. Errors:
-        InvalidRequestError if the message is too long for the engine; RequestFailedError if too much waits to be sent.
+        AddPooling. adapter: a loaded one. features: features that replace tokens of the prompt, in order. pins: what
+        the engine should keep of a prompt for tokens. Errors: InvalidRequestError if the message is too long for the
+        engine; RequestFailedError if too much waits to be sent.
         """
         self._check()
         prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
@@ -223,8 +224,8 @@ class EngineClient(JournalReader, TypedCalls):
                 request = AddRequest(
                     number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant, adapter=adapter
                 )
-                if features:
-                    request = replace(request, features=[one.use for one in features])
+                if features or pins:
+                    request = replace(request, features=[one.use for one in features], pins=tuple(pins))
             frame = self._frame_of(request)
             with self._changed:
                 self.raise_if_ended()
@@ -401,6 +402,9 @@ class EngineClient(JournalReader, TypedCalls):
                 return self._journal.any_ready(self._journal.apply(message, now))
             case RequestFailed():
                 return self._journal.fail(message.number, request_error(message), now)
+            case Pinned():
+                self._journal.note_pins(message.number, message.pins)
+                return False
             case KVEvents():
                 if self._kv_events is not None:
                     self._kv_events.put(message)
@@ -543,58 +547,3 @@ def why_not_again(before: Welcome, now: Welcome, weights_version: int = 0) -> st
             "are lost"
         )
     return ""
-
-
-# Resumption: what a client needs to continue after its engine or connection was lost: the Hello, and the requests.
-
-
-class Resumption:
-    """The Hello of a client's next session, and its journal's unfinished requests as frames. Under the client's lock.
-
-    hello: the first session's.
-    """
-
-    def __init__(self, hello: Hello, journal: Journal) -> None:
-        self._hello = hello
-        self._journal = journal
-
-    @property
-    def hello(self) -> bytes:
-        """Return the Hello that opens the next session, encoded."""
-        return encode(self._hello)
-
-    def opened(self, session_token: bytes) -> None:
-        """Note that a session is open."""
-        self._hello = msgspec.structs.replace(self._hello, session_token=session_token, num_resumed=0)
-
-    def lost(self) -> None:
-        """Note that an open session was lost. Unfinished requests were accepted, so no bound refuses them."""
-        self._hello = msgspec.structs.replace(self._hello, num_resumed=len(self._journal.unfinished()))
-
-    def is_full(self, limits: Limits) -> bool:
-        """Return whether the lost engine would accept no more requests; while there is no engine, only the client can
-        tell.
-        """
-        bound = limits.max_num_queued_requests
-        return bound > 0 and len(self._journal.unfinished()) >= bound + limits.max_num_seqs
-
-    def submit_again(self, send: Callable[[bytes], None], limits: Limits, now: float) -> bool:
-        """Send the unfinished requests in the new session; return whether there is news of requests that ended.
-
-        Requests with tokens come first, the shortest first, so that most streams continue soon. The others follow in
-        order of submission, as do requests that no engine has accepted yet.
-        """
-        journal, news = self._journal, False
-        for number in journal.unfinished_in_order().tolist():
-            if journal.is_aborted(number):
-                news |= journal.finish(number, FinishReason.ABORT, now)
-                continue
-            frames = [encode(message) for message in journal.resubmission(number, now)]
-            try:
-                if max(map(len, frames)) > limits.max_message_bytes:
-                    raise RequestFailedError("the connection was lost and the request has become too long to continue")
-                for frame in frames:
-                    send(frame)
-            except RequestFailedError as error:
-                news |= journal.fail(number, error, now)
-        return news

@@ -21,6 +21,7 @@ from ipc.tables.columns import Columns, column
 from ipc.tables.paged_rows import PagedRows
 from ipc.wire.feature_messages import PutFeature
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, Submission
+from ipc.wire.pin_messages import PinAnswer, granted
 from ipc.wire.pooling_messages import Pooled
 
 _PAGE_SIZE = 64  # tokens
@@ -73,6 +74,7 @@ class Journal(Columns):
         self._index = NumberIndex()
         self._has_versions = False  # whether any token came from other weights than those of an engine's start
         self._versions: dict[int, list[tuple[int, int]]] = {}  # by row; see Progress
+        self._pins: dict[int, Sequence[PinAnswer]] = {}  # by row of the first choice, of requests with pins
         self._next_news = 0  # row at which take_news() begins if there are too many
 
     # --- events: one request ------------------------------------------------------------------------------------
@@ -145,7 +147,8 @@ class Journal(Columns):
         again = msgspec.structs.replace(request, deadline_ms=max(1, left_ms) if request.deadline_ms else 0)
         if isinstance(again, AddRequest):
             tokens = [column.astype("<i4", copy=False).tobytes() for column in delivered]
-            again = msgspec.structs.replace(again, delivered=tokens)
+            pins = granted(again.pins) if rows[0] in self._pins else again.pins
+            again = msgspec.structs.replace(again, delivered=tokens, pins=pins)
         aborted = np.flatnonzero(self._aborted[rows])
         first: list[PutFeature | Submission | Abort] = [*self._puts.get(rows[0], ()), again]
         if not len(aborted):
@@ -177,6 +180,7 @@ class Journal(Columns):
         self._puts.pop(row, None)
         self._events.pop(row, None)
         self._versions.pop(row, None)
+        self._pins.pop(row, None)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
         """Return the state of one choice of a live request, with its tokens from output position `start` on."""
@@ -200,6 +204,7 @@ class Journal(Columns):
             num_draft_tokens=self._num_draft_tokens.item(row),
             num_accepted_tokens=self._num_accepted_tokens.item(row),
             weights_versions=tuple(self._versions.get(row, ())),
+            pins=self._pins.get(first, ()),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -366,6 +371,11 @@ class Journal(Columns):
             first = [(0, self._version.item(row))] if position else []
             self._versions.setdefault(row, first).append((position, version))
         self._version[rows] = version
+
+    def note_pins(self, number: int, answers: Sequence[PinAnswer]) -> None:
+        """Note the engine's answers to a request's pins; after a resumption, those of the next engine."""
+        if (row := self.row(number)) >= 0:
+            self._pins[row] = answers
 
     def any_ready(self, rows: Ints) -> bool:
         """Return whether one of these rows has news that its consumer waits for."""

@@ -1,5 +1,6 @@
 """Progress: the journal's state of one choice of a request."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from frontend.client.received_logprobs import ReceivedLogprobs
@@ -7,6 +8,7 @@ from frontend.client.request_events import RequestEvent
 from ipc.errors import EngineCoreError
 from ipc.tables.arrays import Floats, Int32s
 from ipc.wire.messages import FinishReason
+from ipc.wire.pin_messages import PinAnswer
 
 
 class Progress(NamedTuple):
@@ -29,3 +31,4 @@ class Progress(NamedTuple):
     #: (output position of the first token, version) of the weights that computed it and those after it, ascending;
     #: empty: all come from those of the engine's start.
     weights_versions: tuple[tuple[int, int], ...] = ()
+    pins: Sequence[PinAnswer] = ()  # of the request

@@ -26,6 +26,7 @@ from ipc.wire.messages import (
     TokenizerFiles,
 )
 from ipc.wire.metrics_messages import GetMetrics, Metrics
+from ipc.wire.pin_messages import ForkPin, GetPins, PinList, ReleasePin
 from ipc.wire.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
@@ -47,6 +48,7 @@ _Result = TypeVar(
     LoraAdapters,
     ReplicaList,
     Weights,
+    PinList,
     CallDone,
 )
 
@@ -104,6 +106,18 @@ class TypedCalls(Protocol):
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
         """Drop all cached blocks that no running request holds."""
         self._ask(ResetPrefixCache, CallDone, timeout)
+
+    def pins(self, tenant: str = "", timeout: float | None = None) -> PinList:
+        """Return a tenant's pins, and how much it may pin."""
+        return self._ask(lambda call: GetPins(call, tenant), PinList, timeout, "GetPins")
+
+    def release_pin(self, name: str, tenant: str = "", timeout: float | None = None) -> None:
+        """End a named pin. CallFailedError also if there is none."""
+        self._ask(lambda call: ReleasePin(call, name, tenant), CallDone, timeout, "ReleasePin")
+
+    def fork_pin(self, name: str, new_name: str, ttl_ms: int, tenant: str = "", timeout: float | None = None) -> None:
+        """Pin what a named pin has under another name too, for ttl_ms. CallFailedError also if there is no room."""
+        self._ask(lambda call: ForkPin(call, name, new_name, ttl_ms, tenant), CallDone, timeout, "ForkPin")
 
     def pause(self, mode: PauseMode = PauseMode.ALL, timeout: float | None = None) -> None:
         """Pause the engine for all clients until resume(): no request begins (NEW), or none runs (ALL).
@@ -214,7 +228,9 @@ class TypedCalls(Protocol):
         name = name or getattr(make, "__name__", "")
         result = self.call(make, name, timeout)
         if isinstance(result, CallFailed):
-            raise CallFailedError(f"{name}: {result.message} ({ErrorCode(result.code).name})")
+            failed = CallFailedError(f"{name}: {result.message} ({ErrorCode(result.code).name})")
+            failed.code = ErrorCode(result.code).name
+            raise failed
         if not isinstance(result, expected):
             raise CallFailedError(f"{name} was answered with {type(result).__name__}")
         return result

@@ -115,6 +115,8 @@ _SUMMED = (
     "max_num_encoder_input_tokens",
     "encoder_cache_size",
     "num_encoder_cache_tokens",
+    "num_pinned_blocks",
+    "max_pinned_blocks",
 )
 
 

@@ -17,6 +17,7 @@ from frontend.fleet.membership import Membership
 from frontend.fleet.replicas import Replica, ReplicaState
 from ipc.errors import MalformedMessageError
 from ipc.wire.messages import EngineStopping, ErrorCode, Outputs, Refused, RequestFailed, ServerMessage, Welcome
+from ipc.wire.pin_messages import Pinned
 from ipc.wire.scheduling_messages import KVEvents
 
 RETRY_AFTER_MS = 1000
@@ -67,6 +68,8 @@ class ReplicaEvents:
                 self._receive_outputs(replica, message, now)
             case RequestFailed():
                 self._receive_failure(replica, message, now)
+            case Pinned():
+                self._forward_pins(message)
             case Welcome():
                 if replica.welcome is None:
                     self._membership.welcome(replica, message)
@@ -79,6 +82,14 @@ class ReplicaEvents:
                 self.lose(row, f"it stopped{': ' if message.error else ''}{message.error}", now)
             case _:
                 self._calls.receive(row, message, now)
+
+    def _forward_pins(self, message: Pinned) -> None:
+        """Send the answers to a request's pins to its client, under its own number."""
+        requests, row = self._requests, self._requests.row(message.number)
+        if row >= 0:
+            requests.note_pins(message.number, message.pins)
+            own = Pinned(int(requests.theirs[row]), message.pins)
+            self._to_clients.append((int(requests.client[row]), own))
 
     def _receive_outputs(self, replica: Replica, message: Outputs, now: float) -> None:
         assert replica.welcome is not None

@@ -68,6 +68,8 @@ class SamplingFields(ParameterFields, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prompt_cache_key: str | None = None  # see frontend/http/pins.py
+    prompt_cache_retention: str | None = None
 
     # Accepted, but without effect on the answer.
     user: Any = None
@@ -75,7 +77,6 @@ class SamplingFields(ParameterFields, kw_only=True):
     store: Any = None
     service_tier: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     request_id: Any = None
     session_id: Any = None
     stream_interval: Any = None  # tokens of a chunk; here each step's tokens are one chunk

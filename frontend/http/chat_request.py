@@ -18,6 +18,7 @@ from frontend.calls.tool_prompt import with_tools, without_calls
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.errors import HttpError
 from frontend.http.left_out import Note, own_choice, own_tools
+from frontend.http.pins import num_common
 from frontend.http.replies.thought_tokens import ThoughtTokens, thought_tokens
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
@@ -27,6 +28,7 @@ from frontend.session import PreparedRequest
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import text_of
 from ipc.params.sampling_params import SamplingParams
+from ipc.wire.pin_messages import Pin
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -65,8 +67,7 @@ async def prepare_chat(
 ) -> PreparedChat:
     """Render and tokenize a chat. context: tokens before it; None = none. Errors: HttpError, InvalidRequestError."""
     _check(service, body)
-    if (system := service.options.system) is not None and not _has_system(body):
-        body.messages = [{"role": "system", "content": system}, *body.messages]
+    _add_system(service, body)
     if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -82,8 +83,11 @@ async def prepare_chat(
     return await service.run(request, prepare, is_long=is_long)
 
 
-def _has_system(body: ChatBody) -> bool:
-    return any(message.get("role") in ("system", "developer") for message in body.messages)
+def _add_system(service: Service, body: ChatBody) -> None:
+    """Add the server's own system message to a chat without one."""
+    has_one = any(message.get("role") in ("system", "developer") for message in body.messages)
+    if (system := service.options.system) is not None and not has_one:
+        body.messages = [{"role": "system", "content": system}, *body.messages]
 
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
@@ -163,6 +167,8 @@ def _prepare(
         params = params.changed(skip_special_tokens=False)
     prompts = [behind(service, context, prompt)]
     requests = service.prepare(request, body, prompts, params, add_special_tokens=False)
+    if request.breakpoints:
+        requests = [_pinned(service, request, prompt, requests[0])]
     if not is_scanned:
         return PreparedChat(requests)
     schemas = {name: one.get("parameters") or {} for name, one in tools.functions.items()}
@@ -179,6 +185,22 @@ def _prepare(
     has_thoughts = form.is_harmony or form.reasoning is not None
     thoughts = thought_tokens(requests[0], scanners, service.tokenizer) if has_thoughts else ()
     return PreparedChat(requests, scanners, tools.is_named, id_length, thoughts)
+
+
+def _pinned(service: Service, request: Request, prompt: PromptInput, prepared: PreparedRequest) -> PreparedRequest:
+    """Return a chat's request with pins up to its breakpoints. With images, they are of the whole prompt."""
+    pins, ids, tokenizer = list(prepared.pins), prepared.prompt.token_ids, service.tokenizer
+    for ttl_ms, changed in request.breakpoints:
+        count = len(ids)
+        if changed is not None and isinstance(prompt, str):
+            chat = changed()
+            _add_system(service, chat)
+            other = _render(service, chat, _read_tools(chat, lambda part: None))
+            common = prompt[: num_common(prompt, other)] if isinstance(other, str) else ""
+            count = num_common(ids, tokenizer.encode(common, add_special_tokens=False))
+        if count:
+            pins.append(Pin("", ttl_ms, count))
+    return prepared._replace(pins=tuple(pins))
 
 
 def _constrained(

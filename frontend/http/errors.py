@@ -110,6 +110,8 @@ def _failed(error: RequestFailedError, text: str) -> HttpError:
     """Return the answer to a refusal or a failure; it gives a time to retry only if another attempt can succeed."""
     if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", ""):
         return HttpError(503, text, headers=retry_after(error.retry_after_ms or 1000))
+    if error.code == "PIN_REFUSED":
+        return HttpError(429, text, code="pin_refused", headers=_NO_RETRY)
     if error.code == "QUARANTINED":
         return HttpError(422, text, code="quarantined")
     return HttpError(500, text, headers=_NO_RETRY)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from frontend.http.bodies import ChatBody
 from frontend.http.callers.keys import Key
 from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.callers.quotas import Lease
@@ -43,6 +44,16 @@ def new_id() -> str:
         first, *others = (digits[at : at + _ID_DIGITS] for at in range(0, len(digits), _ID_DIGITS))
         _ids.extend(others)
         return first
+
+
+class Breakpoint(NamedTuple):
+    """A place up to which a chat's prompt is pinned.
+
+    changed: the chat with other text after this place, from which the place in the prompt is found; None = the end.
+    """
+
+    ttl_ms: int
+    changed: Callable[[], ChatBody] | None
 
 
 class Response(NamedTuple):
@@ -126,6 +137,7 @@ class Request:
         self.key: Key | None = None  # of the caller; of a batch, before the request begins
         self.lease: Lease | None = None  # of its key's quotas, once it is handled
         self.adapter: AdapterId | None = None  # named by the body's model
+        self.breakpoints: Sequence[Breakpoint] = ()  # of its chat; see frontend/http/pins.py
         self.service: Answering | None = None  # of the model, once it is known
         self.on_end: Callable[[], None] | None = None  # called once its answer has ended
         self.target = ""

@@ -13,7 +13,7 @@ from frontend.http.ollama import ollama
 from frontend.http.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody
 from frontend.http.openai import chat, completions, embeddings, scores
 from frontend.http.openai.responses_bodies import ResponsesBody
-from frontend.http.pages import health, load, metrics, models, openapi, page
+from frontend.http.pages import health, load, metrics, models, openapi, page, sessions
 from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response, WrittenAnswer
 from frontend.http.route import Access, Route
@@ -88,6 +88,10 @@ ROUTES = (
     Route("POST", "/classify", embeddings.classify, body=embeddings.ClassifyBody),
     *(Route("POST", path, scores.create_score, body=scores.ScoreBody) for path in ("/v1/score", "/score")),
     *(Route("POST", path, scores.rerank, body=scores.RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+    Route("GET", "/v1/sessions", sessions.list_sessions),
+    Route("DELETE", "/v1/sessions/{name}", sessions.release_session),
+    Route("POST", "/v1/sessions/{name}/release", sessions.release_session),
+    Route("POST", "/v1/sessions/{name}/fork", sessions.fork_session, body=sessions.ForkBody),
     Route("GET", "/v1/models", models.list_models),
     Route("GET", "/v1/models/", models.get_model),
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),

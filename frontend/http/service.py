@@ -15,6 +15,7 @@ from frontend.http.callers.spans import Spans
 from frontend.http.errors import HttpError, retry_after
 from frontend.http.holdings import cost_of, sum_of
 from frontend.http.pages.recent_statistics import RecentStatistics
+from frontend.http.pins import pins_of
 from frontend.http.process.options import HttpOptions
 from frontend.http.replies.answer_format import AnswerFormat
 from frontend.http.replies.pump import Pump
@@ -238,6 +239,7 @@ class Service:
             add_special_tokens=add_special_tokens,
             is_shared=False,
             lora=request.adapter,
+            pins=pins_of(request, body),
         )
 
     def _check_tokens(self, request: Request, prompts: Sequence[PromptInput], params: SamplingParams) -> None:

@@ -119,6 +119,11 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "engine_core_stored_blocks": ("num_stored_blocks", "KV blocks written to files."),
     "engine_core_encoder_inputs": ("num_encoder_inputs", "Images encoded."),
     "engine_core_encoder_hits": ("num_encoder_hits", "Images whose embeddings the encoder cache had."),
+    "engine_core_pins_refused": ("num_pins_refused", "Pins refused, because of a bound or of the model."),
+    "engine_core_pins_yielded": (
+        "num_pins_yielded",
+        "Pins that gave way to a request that could not run otherwise.",
+    ),
     "engine_core_skipped": ("num_skipped", "Times a running request wanted tokens and got none."),
 }
 GAUGES: dict[str, tuple[str, str]] = {
@@ -129,6 +134,9 @@ GAUGES: dict[str, tuple[str, str]] = {
     "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that do not begin because of a pause."),
     "engine_core_host_blocks": ("num_kept_blocks", "Evicted KV blocks kept on the host."),
     "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, including cached ones."),
+    "engine_core_pins": ("num_pins", "Pinned beginnings of prompts."),
+    "engine_core_pinned_blocks": ("num_pinned_blocks", "KV blocks held by pins."),
+    "engine_core_max_pinned_blocks": ("max_pinned_blocks", "KV blocks that pins may hold."),
     "engine_core_weights_version": ("weights_version", "Version of the weights in use; 0 = those of the start."),
     "engine_core_sleep_level": ("sleep_level", "0 = awake; 1 = without the KV cache, 2 = without weights too."),
 }

@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 from frontend.client.request_events import RequestEvent
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.lora_messages import AdapterId
+from ipc.wire.pin_messages import PinAnswer
 from ipc.wire.placed_feature import PlacedFeature
 
 #: finish_reason of a prompt that was too long to run, if that is not an error (LLM.generate, ignore_too_long).
@@ -107,3 +108,4 @@ class RequestOutput:
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
     submitted: Submitted | None = None  # for receipts; None: the request did not run
+    pins: Sequence[PinAnswer] = ()  # to the pins of its prompt, in their order

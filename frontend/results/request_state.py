@@ -71,6 +71,7 @@ class RequestState:
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self._progress[changed[0].index].num_cached_tokens,
             submitted=self.submitted,
+            pins=self._progress[changed[0].index].pins,
         )
 
     def take_stopped(self) -> list[int]:

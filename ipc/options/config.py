@@ -108,6 +108,12 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal prefixes")] = True
+    max_pinned_share: Annotated[
+        float, Option("KV cache", "share of the KV blocks that pinned prompts may hold; 0 = none", 0, 0.9)
+    ] = 0.5
+    max_tenant_pinned_share: Annotated[
+        float, Option("KV cache", "share of the KV blocks that the pinned prompts of one tenant may hold", 0, 0.9)
+    ] = 0.25
     disable_cascade_attn: Annotated[
         bool,
         Option("KV cache", "read KV blocks that requests have in common for each of them; no token changes"),

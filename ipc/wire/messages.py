@@ -17,6 +17,7 @@ from ipc.wire.feature_messages import FeatureLimits, FeatureUses, PutFeature
 from ipc.wire.fleet_messages import ChangeReplica, GetReplicas, ReplicaList
 from ipc.wire.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
 from ipc.wire.metrics_messages import GetMetrics, Metrics
+from ipc.wire.pin_messages import ForkPin, GetPins, PinList, Pinned, ReleasePin, RequestPins
 from ipc.wire.pooling_messages import AddPooling, Pooled
 from ipc.wire.scheduling_messages import (
     Explain,
@@ -63,6 +64,7 @@ class ErrorCode(IntEnum):
     PERMISSION_DENIED = 8  # only the engine's owner may ask for this
     QUARANTINED = 9  # the engine died several times while it ran this request; sending it again does not help
     NUMERIC = 10  # the request's logits were not finite
+    PIN_REFUSED = 11  # a pin that the request requires, or a fork; docs/pins.md has the bounds
 
 
 class PauseMode(IntEnum):
@@ -97,6 +99,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     tenant: str = ""  # user that the client sends the request for; "" = the client itself
     adapter: AdapterId | None = None  # the adapter that it runs with
     features: FeatureUses = []  # features that replace tokens of its prompt, in order; put before the request
+    pins: RequestPins = ()  # of its prompt; answered by Pinned
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -325,6 +328,11 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_head_no_encoder_budget: int = 0  # as num_head_no_row above
     num_encoder_inputs: int = 0  # images that were encoded
     num_encoder_hits: int = 0  # images that were not, because the encoder cache had them
+    num_pins: int = 0  # now
+    num_pinned_blocks: int = 0  # now: held by pins
+    max_pinned_blocks: int = 0  # that pins may hold
+    num_pins_refused: int = 0
+    num_pins_yielded: int = 0  # pins whose blocks a request needed that could not run otherwise
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -369,8 +377,8 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
 
 
 _Answer: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | LoraAdapters | ReplicaList
-CallResult: TypeAlias = _Answer | Weights | CallDone | CallFailed
-ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
+CallResult: TypeAlias = _Answer | Weights | PinList | CallDone | CallFailed
+ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | Pinned | KVEvents | CallResult | EngineStopping
 
 #: All calls. A new one needs a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
 CALLS: dict[type[Call], CallRule] = {
@@ -396,6 +404,9 @@ CALLS: dict[type[Call], CallRule] = {
     GetWeights: CallRule(Weights),
     Sleep: CallRule(CallDone, is_owners=True),
     WakeUp: CallRule(CallDone, is_owners=True),
+    ReleasePin: CallRule(CallDone),
+    ForkPin: CallRule(CallDone),
+    GetPins: CallRule(PinList),
 }
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call

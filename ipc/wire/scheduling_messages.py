@@ -177,3 +177,5 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     max_num_encoder_input_tokens: int = 0  # of images that a step encodes; 0 = the model has no images
     encoder_cache_size: int = 0  # tokens of images whose embeddings are kept
     num_encoder_cache_tokens: int = 0  # of these, in use
+    num_pinned_blocks: int = 0  # held by pins
+    max_pinned_blocks: int = 0  # that pins may hold

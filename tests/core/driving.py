@@ -20,6 +20,7 @@ from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Int32s
 from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
+from ipc.wire.pin_messages import PinAnswer, Pinned
 from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.resolved import resolved_config
@@ -141,6 +142,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.received: dict[tuple[int, int], Received] = {}
+        self.pinned: dict[tuple[int, int], list[PinAnswer]] = {}
 
     def expect(self, client: int, message: AddRequest) -> Received:
         delivered = np.frombuffer(message.delivered[0], "<i4").tolist() if message.delivered else []
@@ -156,6 +158,8 @@ class Inbox:
                 is_first = not entry.is_over or (entry.has_others and entry.failed is None)
                 assert is_first, f"{client}/{reply.number} ends twice"
                 entry.failed = reply
+            elif isinstance(reply, Pinned):
+                self.pinned[client, reply.number] = reply.pins
             elif isinstance(reply, Outputs):
                 self._take_outputs(client, reply)
 

@@ -16,6 +16,7 @@ ALLOWED = {
     "core/capture/flight_file.py": "a file's name",
     "core/capture/flight_recorder.py": "when a recording was made",
     "core/capture/writer.py": "when a recording was made",
+    "core/tiers/block_folder.py": "until when a file is kept, as files have wall times",
     "core/workers/nodes.py": "until when a start waits, in the log",
     "frontend/http/wire/server.py": "the header Date",
     "frontend/http/ollama/ollama.py": "created_at",

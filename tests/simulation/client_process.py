@@ -196,6 +196,7 @@ class ClientProcess:
             cache_salt=ask.cache_salt,
             deadline_ms=ask.deadline_ms,
             streaming=ask.streaming,
+            pins=ask.pins,
         )
         names = [f"request {number}.{choice} of {self.plan.name}" for choice in range(ask.params.n)]
         streams = [Stream(name, undisturbed(ask, choice, self._rules)) for choice, name in enumerate(names)]

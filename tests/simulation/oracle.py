@@ -98,6 +98,7 @@ class Excuse(Enum):
     DEADLINE = "the request had a deadline, which has passed"
     INVALID = "the request is wrong"
     POISONED = "a choice of the request has met the token after which it fails"
+    MUST_BE_PINNED = "the request had no token, and there may be no room for a pin that it requires"
 
 
 #: Kinds of errors, by class and a part of their text, with the events of which one must have happened.
@@ -106,6 +107,7 @@ _EXCUSES: list[tuple[type[EngineCoreError], str, tuple[Excuse, ...]]] = [
     (RequestFailedError, "are not finite", (Excuse.POISONED,)),
     (DeadlineExceededError, "deadline has passed", (Excuse.DEADLINE,)),
     (RequestFailedError, "send again later", (Excuse.NOT_BEGUN, Excuse.STOPPED)),
+    (RequestFailedError, "cannot be pinned", (Excuse.MUST_BE_PINNED,)),
     (RequestFailedError, "accepts no more requests", (Excuse.DRAINED,)),
     (EngineDeadError, "nothing arrived", (Excuse.STOPPED,)),
     (EngineDeadError, "there is no session", (Excuse.STOPPED, Excuse.SLOW)),

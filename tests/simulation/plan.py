@@ -4,6 +4,7 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from ipc.params.sampling_params import SamplingParams
+from ipc.wire.pin_messages import Pin
 
 
 class Ask(NamedTuple):
@@ -16,6 +17,7 @@ class Ask(NamedTuple):
     cache_salt: str = ""
     deadline_ms: int = 0
     streaming: bool = True
+    pins: tuple[Pin, ...] = ()
 
 
 class Connect(NamedTuple):

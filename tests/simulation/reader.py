@@ -67,6 +67,8 @@ class Reader:
             all_excuses |= {Excuse.INVALID, Excuse.POISONED}
         if Excuse.QUEUE_BOUND in excuses and not any(each.tokens for each in one.streams):
             all_excuses.add(Excuse.NOT_BEGUN)
+        if any(pin.is_required for pin in one.ask.pins) and not any(each.tokens for each in one.streams):
+            all_excuses.add(Excuse.MUST_BE_PINNED)
         self._world.count(check_error(error, all_excuses))
         self._world.note("{} fails: {!r}", stream.name, error)
 

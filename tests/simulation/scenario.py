@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 from core.executors.fake_options import read_fake_options
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from ipc.wire.pin_messages import Pin
 from tests.core.driving import small_config
 from tests.core.hostile_drafts import speculative
 from tests.fake_options import fake_options, with_options
@@ -110,6 +111,7 @@ def draw(seed: int) -> Scenario:
         plans.append(_owner(rng, horizon_ns))
     if config.enable_prefix_caching and (follower := random.Random(f"follower {seed}").randrange(12)) < num_clients:
         plans[follower] = plans[follower]._replace(follows=True)
+    plans = _with_pins(random.Random(f"pins {seed}"), plans)
     is_tight = rng.random() < 0.4
     return Scenario(
         config=config,
@@ -212,6 +214,18 @@ def draw_ask(rng: random.Random, config: EngineConfig, prefixes: list[list[int]]
         deadline_ms=rng.choice((0, 0, 0, 0, 0, 15, 60)),
         streaming=rng.random() < 0.7,
     )
+
+
+def _with_pins(rng: random.Random, plans: list[Plan]) -> list[Plan]:
+    """Let some requests of every third scenario pin their prompts."""
+    if rng.randrange(3):
+        return plans
+
+    def pins() -> tuple[Pin, ...]:
+        names = rng.sample(["", "a", "b"], rng.choice((0, 1, 1, 2)))
+        return tuple(Pin(name, rng.choice((2, 20, 200)), is_required=rng.random() < 0.1) for name in names)
+
+    return [plan._replace(asks=[ask._replace(pins=pins()) for ask in plan.asks]) for plan in plans]
 
 
 def _owner(rng: random.Random, horizon_ns: int) -> Plan:

@@ -19,9 +19,9 @@ from core.kv.event_feed import KVFeed
 from core.kv.event_log import KVEventLog
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.waiting_queue import WaitingQueue
-from frontend.client.client import Resumption
 from frontend.client.journal import Journal
 from frontend.client.output_columns import columns_of
+from frontend.client.resumption import Resumption
 from ipc.wire.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 

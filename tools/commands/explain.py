@@ -227,4 +227,5 @@ def _blocks(e: Explanation) -> str:
         f"KV blocks: {e.num_free_blocks} of {e.num_usable_blocks} free; of these {e.num_promised_blocks} promised to "
         f"running requests and {e.num_watermark_blocks} kept by the watermark; {e.num_fenced_blocks} more in flight"
         + (common if e.num_common_prefix_blocks else "")
+        + (f"; pins hold {e.num_pinned_blocks} of at most {e.max_pinned_blocks}" if e.num_pinned_blocks else "")
     )

@@ -6,6 +6,7 @@ import msgspec
 
 from frontend.calls.delta import Delta, Kind
 from frontend.calls.parsed import ParsedAnswer, WholeCall
+from frontend.http.anthropic.breakpoints import breakpoints_of
 from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody, chat_of
 from frontend.http.bodies import Json
 from frontend.http.chat_request import PreparedChat, count_tokens, prepare_chat
@@ -17,6 +18,7 @@ from frontend.http.replies.usage import Usage
 from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service
 from frontend.results.outputs import CompletionOutput
+from ipc.wire.pin_messages import PinAnswer
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountBody)
@@ -36,6 +38,7 @@ async def create_message(service: Service, request: Request) -> Reply:
     """Answer a chat of Anthropic's API."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
+    request.breakpoints = breakpoints_of(body)
     prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
     return await service.submit(
         request, prepared.requests, MessagesFormat(name, prepared, service.standing.cached_block)
@@ -68,6 +71,7 @@ class MessagesFormat:
         self._num_prompt = len(prepared.requests[0].prompt.token_ids)
         self._num_cached = 0  # of the prompt's tokens; known with the first piece, as are those that are put there
         self._cached_block, self._is_computed = cached_block, False
+        self._pins: Sequence[PinAnswer] = ()
         self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
         self._ids = CallIds(prepared.id_length, "toolu_")
         self._blocks: list[Json] = []
@@ -76,7 +80,7 @@ class MessagesFormat:
 
     def opening(self) -> bytes:
         """Return the beginning of the message."""
-        message = self._message(Usage(self._num_prompt, cached_tokens=self._num_cached))
+        message = self._message(Usage(self._num_prompt, cached_tokens=self._num_cached, pins=self._pins))
         none_yet: Json = {
             "content": [],
             "stop_reason": None,
@@ -86,7 +90,7 @@ class MessagesFormat:
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of the new text."""
-        self._num_cached, self._is_computed = usage.cached_tokens, True
+        self._num_cached, self._is_computed, self._pins = usage.cached_tokens, True, usage.pins
         is_end = output.finish_reason is not None
         events = [self._part(part) for part in self._answer.feed(output.text, is_end=is_end)]
         if is_end:
@@ -161,6 +165,7 @@ class MessagesFormat:
             "cache_creation_input_tokens": created,
             "cache_read_input_tokens": usage.cached_tokens,
             "output_tokens": usage.completion_tokens,
+            **usage.pinned(),
         }
 
     def _stop_fields(self, output: CompletionOutput) -> Json:

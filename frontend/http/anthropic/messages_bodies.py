@@ -20,8 +20,9 @@ class CountBody(ChatFields, kw_only=True):
     output_config: Json | None = None
     output_format: Json | None = None
 
+    cache_control: Json | None = None  # see breakpoints.py
+
     # Accepted, but without effect on the answer.
-    cache_control: Any = None
     context_management: Any = None
     inference_geo: Any = None
     speed: Any = None

@@ -6,6 +6,7 @@ A request that is not streamed waits in silence, as it does while an engine is r
 import asyncio
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -50,7 +51,10 @@ _decoder = msgspec.json.Decoder(Asked)
 
 
 async def read_asked(request: Request) -> Asked:
-    """Return what a body says about its model. A body that is no object says nothing; its handler refuses it."""
+    """Return what a body says about its model, or `?model=` without a body.
+
+    A body that is no object says nothing; its handler refuses it.
+    """
 
     def read() -> Asked:
         try:
@@ -59,7 +63,8 @@ async def read_asked(request: Request) -> Asked:
             return Asked()
 
     if not request.body:
-        return Asked()
+        (name,) = parse_qs(request.query.decode("latin-1")).get("model", [None])[:1]
+        return Asked(name)
     return read() if len(request.body) <= _LONG_BYTES else await asyncio.to_thread(read)
 
 

@@ -248,6 +248,7 @@ class OllamaFormat:
             "total_duration": _ns(now - self._received),
             "load_duration": _ns(self._began - self._received),
             "prompt_eval_count": usage.prompt_tokens,
+            **usage.pinned(),
             "prompt_eval_duration": _ns(first - self._began),
             "eval_count": usage.completion_tokens,
             "eval_duration": _ns(now - first),

@@ -34,9 +34,6 @@ class ResponsesBody(ChatFields, kw_only=True):
     include: list[str] | None = None  # of what else is named here there is none
     top_logprobs: int | None = None
 
-    # Accepted, and without an effect on the answer.
-    prompt_cache_retention: Any = None
-
     seed: int | None = None  # one of the numbers; one is drawn for a response in the background
 
     # What the store of responses keeps.

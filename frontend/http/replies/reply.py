@@ -169,6 +169,7 @@ class Part:
         """Count the prompt's cached tokens. They change if an engine began the request again."""
         self.reply.usage.cached_tokens += progress.num_cached_tokens - max(self._num_cached, 0)
         self._num_cached = progress.num_cached_tokens
+        self.reply.usage.pins = progress.pins or self.reply.usage.pins
 
     def _take_prompt_logprobs(self, progress: Progress) -> None:
         if progress.logprobs is not None and self.params.prompt_logprobs is not None:

@@ -48,7 +48,12 @@ class ExchangeDriver:
         pool = self.driver.scheduler.pool
         beside, evictions = BesideContents(pool.names) if pool.names.beside else None, self.exchange.evictions
         self.store = BlockStore(
-            [Tier("kv_dir", self.folder, is_near=True)], names, blocks, pool.names.content, evictions, beside=beside
+            [Tier("kv_dir", self.folder, is_near=True, retain=self.folder.retain)],
+            names,
+            blocks,
+            pool.names.content,
+            evictions,
+            beside=beside,
         )
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch

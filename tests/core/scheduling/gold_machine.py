@@ -85,6 +85,7 @@ class GoldMachine:
 
     gold_class: type[Gold]
     options: Options
+    more_rules: Sequence[Callable[[], None]] = ()
     num_steps = 0  # compared, of all examples of the class
 
     def __init__(self, rng: random.Random) -> None:
@@ -109,7 +110,7 @@ class GoldMachine:
         """Follow so many rules, then let everything end. Which kinds of rules there are is drawn first."""
         rng = self.rng
         some: list[Callable[[], None]] = [self.abort, self.control]
-        rules = [self.add, self.steps, *rng.sample(some, rng.choice([0, 1, 2, 2]))]
+        rules = [self.add, self.steps, *rng.sample(some, rng.choice([0, 1, 2, 2])), *self.more_rules]
         for _ in range(num_rules):
             rng.choice(rules)()
         self.end()
@@ -132,7 +133,7 @@ class GoldMachine:
             client, priority, salt = rng.randrange(3), rng.randrange(-1, 2), rng.choice(["", "", "", "salt"])
             tenant = rng.choice(["", "", "", "salt", "b"])
             message = add_message(number, prompt, max_tokens, ignore_eos=eos < 0, salt=salt)
-            message = self.with_choices(rng, msgspec.structs.replace(message, priority=priority, tenant=tenant))
+            message = self.with_more(rng, msgspec.structs.replace(message, priority=priority, tenant=tenant))
             party = self.tenants.get(tenant, -1 - len(self.tenants)) if tenant else client
             longest = min(len(prompt) + max_tokens, most)
             entries = [
@@ -151,10 +152,14 @@ class GoldMachine:
                 self.entries[entry.number] = self.live[entry.number] = entry
                 entry.preemptions = rng.choice([0, 0, 0, 0, 7, 8])  # by chance so many take long to come about
                 request.num_preemptions = entry.preemptions
+            self.added(message, entries[0])
 
-    def with_choices(self, rng: random.Random, message: AddRequest) -> AddRequest:
-        """The message with some number of choices; choice c of it is the gold model's entry number + c."""
+    def with_more(self, rng: random.Random, message: AddRequest) -> AddRequest:
+        """The message with pins, or some number of choices; choice c is the gold model's entry number + c."""
         return message
+
+    def added(self, message: AddRequest, entry: Entry) -> None:
+        """The message has come, and was not refused; entry: its first one."""
 
     def add_to_gold(self, entries: list[Entry]) -> bool:
         """False: they never fit."""
@@ -181,7 +186,7 @@ class GoldMachine:
                 self.resume()
             case "forget":
                 self.scheduler.reset_prefix_cache()
-                self.gold.b.forget()
+                self.gold.forget()
             case _:
                 self.scheduler.policy.set_weight(client, 1 + 1.5 * client)
                 self.gold.policy.weights[client] = 1 + 1.5 * client

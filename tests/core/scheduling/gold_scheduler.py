@@ -38,6 +38,7 @@ class Gold:
 
     def end(self, q: Entry) -> None:
         """It has all its tokens, or is aborted."""
+        self.about_to_leave([q] if q in self.running else [])
         self.leave(q)
 
     def leave(self, q: Entry) -> None:
@@ -47,6 +48,7 @@ class Gold:
             self.policy.leave(q)
 
     def preempt(self, r: Entry, cause: int) -> None:
+        self.about_to_leave([r])
         self.preempted[r] = cause  # 1: for a running row, 2: for one that starts
         r.preemptions += cause == 1
         r.served = max(r.served, r.computed)
@@ -86,9 +88,17 @@ class Gold:
             for r in live:
                 r.n = 0
             self.b.name(live)
+        self.about_to_leave(ended)
         for r in ended:
             self.finish(r)
         return [r.number for r in ended]
+
+    def about_to_leave(self, rows: list[Entry]) -> None:
+        """These give back their blocks; GoldWithPins keeps some."""
+
+    def forget(self) -> None:
+        """The prefix cache is emptied."""
+        self.b.forget()
 
     def guess(self) -> None:
         """Give drafts; GoldWithDrafts does."""

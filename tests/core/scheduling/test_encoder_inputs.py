@@ -285,7 +285,7 @@ class ImagesMachine(GoldMachine):
     def hand_of(self, config: Any) -> ByHand:
         return Hand(config)
 
-    def with_choices(self, rng: random.Random, message: AddRequest) -> AddRequest:
+    def with_more(self, rng: random.Random, message: AddRequest) -> AddRequest:
         length = len(message.prompt_token_ids) // 4
         places, place = dict[int, int](), rng.randrange(4)
         while place + ROWS <= length and len(places) < 4:

@@ -18,7 +18,7 @@ class ForksMachine(GoldMachine):
     options = OPTIONS
     num_forked = 0
 
-    def with_choices(self, rng: random.Random, message: AddRequest) -> AddRequest:
+    def with_more(self, rng: random.Random, message: AddRequest) -> AddRequest:
         params = msgspec.structs.replace(message.params, n=rng.choice([1, 2, 2, 3, 5]), temperature=1.0)
         return msgspec.structs.replace(message, params=params)
 

@@ -274,3 +274,28 @@ def test_names_depend_on_all_that_the_bytes_depend_on() -> None:
     first, second = one.chain(-1, tokens)
     assert one.after(one.root(-1), tokens[:4]) == first
     assert one.after(first, tokens[4:]) == second
+
+
+def test_what_is_to_be_kept_goes_after_everything_else(tmp_path: Path) -> None:
+    """A folder for three blocks: later ones are removed, until the kept one is let go. A restart changes nothing."""
+    size = HEAD_BYTES + len(DATA)
+    names = [bytes([number]) * 16 for number in range(8)]
+    made = BlockFolder(str(tmp_path / "kv"), 3 * size)
+    made.retain(names[:1], 60_000)  # it has no file yet
+    assert store(made, names[0])
+    assert store(made, names[1])
+    made.retain(names[1:2], 30_000)
+    for name in names[2:5]:
+        assert store(made, name)
+        assert not store(made, names[0])  # a use does not make it due earlier
+    assert read(made, names[0]) == DATA
+    made.close()
+    again = BlockFolder(str(tmp_path / "kv"), 3 * size)
+    assert store(again, names[5])
+    assert [again.has(name) for name in names[:5]] == [True, True, False, False, False]
+    again.retain(names[:1], 0)
+    for name in names[6:]:
+        assert store(again, name)
+    assert not again.has(names[0])
+    assert again.has(names[1])
+    again.close()

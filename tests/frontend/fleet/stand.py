@@ -234,7 +234,7 @@ class Stand:
         """Submit a request to the fleet."""
         given = {"max_tokens": 20, "ignore_eos": True, "temperature": 0.0, **params}
         salt, tenant = str(given.pop("cache_salt", "")), str(given.pop("tenant", ""))
-        deadline_ms = int(str(given.pop("deadline_ms", 0)))
+        deadline_ms, pins = int(str(given.pop("deadline_ms", 0))), given.pop("pins", ())
         message = AddRequest(
             number,
             np.array(prompt, "<i4").tobytes(),
@@ -243,6 +243,7 @@ class Stand:
             deadline_ms=deadline_ms,
             cache_salt=salt,
             tenant=tenant,
+            pins=pins,  # type: ignore[arg-type]
         )
         self.fleet.submit(client, message, self.now)
         self.exchange()

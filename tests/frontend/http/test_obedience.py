@@ -18,15 +18,17 @@ from frontend.http.wire.local_caller import LocalCaller
 from frontend.http.wire.server import open_engine
 from frontend.session import EngineHandle, PreparedRequest
 from ipc.params.sampling_params import NUMBERS, RequestOutputKind
+from ipc.wire.pin_messages import Pin
 from tests.frontend.http.caller import Caller
 from tests.frontend.http.test_sampling_fields import VALUES
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+DAY_MS = 24 * 3600 * 1000
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}]
 #: Fields that have no effect on an answer by their meaning: they name the caller, or ask for what is always so.
 INERT = {
-    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "session_id"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "request_id", "session_id"),
     *("stream_interval", "id_slot", "n_keep", "n_discard", "n_cache_reuse", "sse_ping_interval", "dynatemp_exponent"),
     *("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "mirostat_tau", "mirostat_eta"),
     "adaptive_decay",
@@ -129,6 +131,11 @@ REQUESTS: dict[str, tuple[dict[str, Any], Callable[[PreparedRequest], bool]]] = 
     "structured_outputs": ({"structured_outputs": {"choice": ["a", "b"]}}, is_held_to("choice", ["a", "b"])),
     "priority": ({"priority": 4}, lambda one: one.priority == 4),
     "cache_salt": ({"cache_salt": "x"}, lambda one: one.prompt.cache_salt == "x"),
+    "prompt_cache_retention": ({"prompt_cache_retention": "24h"}, lambda one: one.pins == (Pin("", DAY_MS),)),
+    "prompt_cache_key": (
+        {"prompt_cache_key": "x", "prompt_cache_retention": "24h"},
+        lambda one: one.pins == (Pin("x", DAY_MS),),
+    ),
 }
 #: Field -> fields with it, and what the answer is then and is not without it.
 ANSWERS: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {

@@ -55,6 +55,7 @@ from ipc.wire.messages import (
     encode,
 )
 from ipc.wire.metrics_messages import GetMetrics, Histogram, Metrics
+from ipc.wire.pin_messages import ForkPin, GetPins, Pin, PinAnswer, PinList, Pinned, PinState, ReleasePin
 from ipc.wire.pooling_messages import AddPooling, Pooled
 from ipc.wire.scheduling_messages import (
     Explain,
@@ -140,6 +141,10 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     WakeUp(37),
     GetReplicas(18),
     ChangeReplica(19, ReplicaChange.LEAVE, "tcp://127.0.0.1:5555", 20_000),
+    AddRequest(3, b"\1\0\0\0", SamplingParams(), 0, pins=(Pin("session", 300_000, 1, is_required=True), Pin("", 1))),
+    ReleasePin(42, "session", "tenant"),
+    ForkPin(43, "session", "other", 1000),
+    GetPins(44, "tenant"),
 ]
 EXPLAINED = RequestExplanation(7, 1, 0, SchedulingState.WAITING, Reason.NO_BLOCKS, *range(17))
 SERVER_MESSAGES: list[msgspec.Struct] = [
@@ -181,6 +186,8 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     ReplicaList(1, [], 0, 0),
     ReplicaList(2, [ReplicaStatus("ipc:///a", "lost", "why", "id", 3, 4, 5, 6)], 7, 8),
     Welcome(1, 0, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), arithmetic=Arithmetic("w", "d", "v", "avx2")),
+    Pinned(3, [PinAnswer(16, 0), PinAnswer(0, 32, "why")]),
+    PinList(1, [PinState("session", 48, 32, 299_000)], 48, 1024, 2),
 ]
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),

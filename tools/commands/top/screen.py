@@ -83,6 +83,7 @@ def _head(watch: Watch, model: ModelInformation, look: Look, rates: Rates | None
             f"running {statistics.num_running}/{model.max_num_seqs}"
             f"  waiting {statistics.num_waiting} (oldest {oldest:.1f} s)"
             f"  swapped {statistics.num_swapped}  on hold {statistics.num_on_hold}  kv {bar} {share:.0%}"
+            + (f", {statistics.num_pinned_blocks} pinned by {statistics.num_pins}" if statistics.num_pins else "")
         ),
     ]
     if rates is not None:

@@ -31,6 +31,7 @@ from tools.lab.bench.images import measure_images
 from tools.lab.bench.ipc import measure_ipc
 from tools.lab.bench.kv_tiers import measure_kv_tiers
 from tools.lab.bench.lora import measure_lora
+from tools.lab.bench.pinned_session import measure_pinned_session
 from tools.lab.bench.quiet import wait_until_quiet
 from tools.lab.bench.restart import measure_restart
 from tools.lab.bench.route import measure_route
@@ -71,6 +72,7 @@ DEFAULTS = {
     "beam-search": [],
     "lora": [],
     "kv-tiers": [],
+    "pinned-session": [],
     "images": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype.
@@ -98,6 +100,7 @@ _IN_ROUNDS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "images": measure_images,
     "lora": measure_lora,
     "kv-tiers": measure_kv_tiers,
+    "pinned-session": measure_pinned_session,
 }
 HOST = "host256"  # runs on a separate engine, with the tiny model
 

@@ -1,0 +1,154 @@
+"""Pins once more, of plain lists: what a tenant keeps, until when, and who gives up first."""
+
+from dataclasses import dataclass, field
+
+from ipc.wire.pin_messages import Pin
+from tests.core.scheduling.gold_entry import Block, Entry
+from tests.core.scheduling.gold_scheduler import Gold
+
+_Part = tuple[str, tuple[int, ...]]  # the salt, and all tokens up to the end of a block
+
+
+@dataclass(eq=False)
+class GoldPin:
+    tenant: str
+    name: str
+    salt: str
+    tokens: list[int]
+    ends: int
+    size: int
+    entry: Entry
+    blocks: list[Block] = field(default_factory=list)
+    kept: int = 0  # most blocks that it had
+
+    @property
+    def parts(self) -> list[_Part]:
+        ends = range(self.size, len(self.tokens) + 1, self.size)
+        return [(self.salt, tuple(self.tokens[:end])) for end in ends]
+
+    @property
+    def identity(self) -> tuple[str, str, _Part | None]:
+        return (self.tenant, self.name, None if self.name else self.parts[-1])
+
+
+class GoldWithPins(Gold):
+    """What a pin holds has one more owner. It takes what is there when it comes, and after each step is planned; and
+    what a row has when it leaves."""
+
+    pins: dict[tuple[str, str, _Part | None], GoldPin]
+    live: list[GoldPin]  # in the order in which they came
+
+    def pin(self, asked: Pin, tenant: str, entry: Entry, now: int) -> tuple[int, int, bool]:
+        """Tokens that are pinned and that were promised, and whether there is a bound."""
+        self.expire(now)
+        size = self.b.size
+        whole = min(asked.num_tokens or entry.first, entry.first) // size * size
+        if not self.c.enable_prefix_caching or not whole:
+            return 0, 0, True
+        pin = GoldPin(tenant, asked.name, entry.salt, entry.tokens[:whole], now + asked.ttl_ms * 10**6, size, entry)
+        promised = self.promised(pin) * size
+        refused = self.put(pin)
+        return (0 if refused else whole), promised, refused
+
+    def fork(self, tenant: str, name: str, new_name: str, ttl_ms: int, now: int) -> bool | None:
+        """False: there is no such pin. None: there is no room."""
+        self.expire(now)
+        source = self.pins.get((tenant, name, None))
+        if source is None:
+            return False
+        pin = GoldPin(tenant, new_name, source.salt, source.tokens, now + ttl_ms * 10**6, source.size, source.entry)
+        if self.put(pin):
+            return None
+        pin.kept = max(pin.kept, source.kept)
+        return True
+
+    def release_pin(self, tenant: str, name: str, now: int) -> bool:
+        self.expire(now)
+        pin = self.pins.pop((tenant, name, None), None)
+        if pin is not None:
+            self.drop(pin)
+        return pin is not None
+
+    def promised(self, new: GoldPin) -> int:
+        """First blocks that an earlier pin has had: the one that is replaced, or the longest without a name."""
+        found = [0]
+        for pin in self.pins.values():
+            common = sum(a == b for a, b in zip(pin.parts, new.parts, strict=False))
+            if pin.identity == new.identity:
+                found.append(min(common, pin.kept))
+        unnamed = [pin for pin in self.pins.values() if pin.tenant == new.tenant and not pin.name]
+        longer = [pin for pin in unnamed if len(pin.parts) > max(found) and pin.parts[-1] in new.parts]
+        return max([*found, *(pin.kept for pin in sorted(longer, key=lambda pin: -len(pin.parts))[:1])])
+
+    def put(self, pin: GoldPin) -> bool:
+        """Whether a bound refuses it."""
+        old = self.pins.get(pin.identity)
+        others = [other for other in self.pins.values() if other is not old]
+        own = [other for other in others if other.tenant == pin.tenant]
+        usable = (self.c.num_blocks_override or 0) - 1
+        most = int(self.c.max_pinned_share * usable)
+        share = min(most, int(self.c.max_tenant_pinned_share * usable))
+        if (
+            len({part for other in [*own, pin] for part in other.parts}) > share
+            or len({part for other in [*others, pin] for part in other.parts}) > most
+            or sum(len(other.parts) for other in [*own, pin]) > 16 * share
+        ):
+            return True
+        self.take_blocks(pin)
+        if old is not None:
+            common = sum(a == b for a, b in zip(pin.parts, old.parts, strict=False))
+            pin.kept = max(pin.kept, min(common, old.kept))
+            self.drop(old)
+        self.pins[pin.identity] = pin
+        self.live.append(pin)
+        return False
+
+    def take_blocks(self, pin: GoldPin, *, only_owned: bool = False) -> None:
+        """Own the blocks that follow."""
+        while len(pin.blocks) < len(pin.parts):
+            name = pin.blocks[-1].name if pin.blocks else pin.salt
+            block = self.b.names.get((name, pin.parts[len(pin.blocks)][1][-pin.size :]))
+            if block is None or (only_owned and not block.owners):
+                break
+            self.b.cached = [other for other in self.b.cached if other is not block]
+            self.b.fenced = [other for other in self.b.fenced if other is not block]
+            block.owners += 1
+            pin.blocks.append(block)
+        pin.kept = max(pin.kept, len(pin.blocks))
+
+    def drop(self, pin: GoldPin) -> None:
+        self.b.drop(pin.blocks, len(self.in_flight))
+        pin.blocks = []
+        self.b.lift(0)
+
+    def expire(self, now: int) -> None:
+        for pin in [pin for pin in self.pins.values() if pin.ends <= now]:
+            del self.pins[pin.identity]
+            self.drop(pin)
+
+    def guess(self) -> None:
+        self.expire(self.now)
+        there = list(self.pins.values())
+        alive = self.running + self.waiting
+        self.live = [pin for pin in self.live if pin in there and pin.entry in alive]
+        for pin in self.live:
+            self.take_blocks(pin)
+        ready = self.running + [q for q in self.waiting if q.begun or not self.shut]
+        if self.budget() and not any(r.n for r in self.running) and not self.in_flight and ready:
+            holding = [pin for pin in self.pins.values() if pin.blocks]
+            if holding:
+                first = min(holding, key=lambda pin: pin.ends)
+                self.drop(first)
+                self.live = [pin for pin in self.live if pin is not first]
+        super().guess()
+
+    def about_to_leave(self, rows: list[Entry]) -> None:
+        there = list(self.pins.values())
+        for pin in self.live:
+            if pin.entry in rows and pin in there:
+                self.take_blocks(pin, only_owned=True)
+
+    def forget(self) -> None:
+        super().forget()
+        for pin in self.pins.values():
+            self.drop(pin)
