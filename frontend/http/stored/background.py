@@ -30,7 +30,7 @@ from ipc.errors import PromptTooLongError
 
 decoder = msgspec.json.Decoder(ResponsesBody)
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0  # before a response that was refused is begun again
-_AT_FIRST, _DOUBLED_S = 8, 2.0  # responses that are taken up at the same time, twice as many after each such time
+_AT_FIRST, _DOUBLED_S = 8, 30.0  # see _GrowingSlots
 _log = logging.getLogger("engine_core.http")
 
 
@@ -85,8 +85,7 @@ async def resume(served: Served) -> None:
     except HttpError as error:
         _log.error("no response is taken up again: %s", error)
         return
-    begun_at = time.monotonic()
-    slots = Slots(lambda: _AT_FIRST << int((time.monotonic() - begun_at) / _DOUBLED_S))
+    slots = _GrowingSlots()
     for record in left:
         assert record.content.work is not None, f"{record.id} has no work"
         kept = kept_of(shared.store, record)
@@ -96,6 +95,14 @@ async def resume(served: Served) -> None:
     shared.runs.keeper = asyncio.create_task(_keep(slots))
 
 
+class _GrowingSlots(Slots):
+    """Places of responses that are taken up: one more for each that has ended, and twice as many after each while."""
+
+    def __init__(self) -> None:
+        self.num_ended, begun_at = 0, time.monotonic()
+        super().__init__(lambda: (_AT_FIRST + self.num_ended) << int((time.monotonic() - begun_at) / _DOUBLED_S))
+
+
 async def _keep(slots: Slots) -> None:
     """Give out the places whose number grows with time."""
     while slots.is_awaited:
@@ -103,7 +110,7 @@ async def _keep(slots: Slots) -> None:
         slots.admit()
 
 
-async def _work_in_turn(shared: Shared, run: Run, slots: Slots) -> None:
+async def _work_in_turn(shared: Shared, run: Run, slots: _GrowingSlots) -> None:
     """Compute a response again, once it is its turn."""
     try:
         await slots.take(run.kept.tenant)
@@ -113,6 +120,7 @@ async def _work_in_turn(shared: Shared, run: Run, slots: Slots) -> None:
     try:
         await _work(shared, run, None)
     finally:
+        slots.num_ended += 1
         slots.give()
 
 

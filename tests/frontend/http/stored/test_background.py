@@ -41,10 +41,10 @@ def test_the_oldest_are_begun_first_and_then_more(tmp_path: Path, monkeypatch: p
         assert shared.store is not None
         await put(shared.store, *left)
         served: Any = SimpleNamespace(shared=shared, service_for=find)
+        monkeypatch.setattr(background, "_DOUBLED_S", 0.01)  # of the real clock, between two looks
         await background.resume(served)
         await settle()
         assert asked == [f"r{number}" for number in range(8)]
-        monkeypatch.setattr(background, "_DOUBLED_S", 0.01)  # of the real clock, between two looks
         clock[0] = 0.011
         while len(asked) < 16:
             await asyncio.sleep(0.001)
@@ -52,9 +52,9 @@ def test_the_oldest_are_begun_first_and_then_more(tmp_path: Path, monkeypatch: p
         assert asked == [f"r{number}" for number in range(16)]
         run = shared.runs.by_id["r0"]
         assert run.task is not None
-        run.task.cancel()  # one that ends makes room for the next
+        run.task.cancel()  # one that ends makes room for another one, and there are twice as many now
         await settle()
-        assert asked[16:] == ["r16"]
+        assert asked[16:] == ["r16", "r17", "r18"]
         tasks = [run.task for run in shared.runs.by_id.values() if run.task is not None]
         shared.close()
         await asyncio.gather(*tasks, return_exceptions=True)
