@@ -22,7 +22,7 @@ from frontend.http.openai.batch_lines import MAX_LINE_BYTES, BatchRequest, answe
 from frontend.http.request import LocalAnswer
 from frontend.http.stored.batch_store import CANCELLING, FINALIZING, RUNNING, VALIDATING, Batch, BatchStore, Problem
 from frontend.http.stored.files import FileStore
-from frontend.http.stored.slots import Slots
+from frontend.http.stored.slots import Place, Slots
 from frontend.http.turns import Turns
 from ipc.errors import ConfigError
 
@@ -35,6 +35,7 @@ _MAX_RUNNING = 16  # batches at the same time
 _TIDY_S = 600.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0  # before a line that was refused is sent again
 _STORE_AGAIN_S = 5.0
+_MAX_PENDING, _MAX_PENDING_BYTES = 256, 16 << 20  # lines of one batch that are read and not answered
 _LONG_BYTES = 64 << 10  # of a line that is read on a thread
 _LOOK_S = 0.1  # while requests of callers wait
 _MOST_PRIORITY = 2**31 - 1
@@ -127,9 +128,13 @@ class BatchRun:
         self.task = asyncio.create_task(self._run())
 
     async def cancel(self) -> None:
-        """End early. Errors: HttpError 500, 507."""
-        if self.batch.status in (VALIDATING, RUNNING):
+        """End early. Errors: HttpError 500, 507: then it ends too, but a kill may begin it again."""
+        if self._end_as or self.batch.status not in (VALIDATING, RUNNING):
+            return
+        self._end_as = "cancelled"
+        try:
             await self._reach(CANCELLING)
+        finally:
             self._stop("cancelled")
 
     def expire(self) -> None:
@@ -175,7 +180,8 @@ class BatchRun:
         try:
             if batch.status == VALIDATING:
                 await self._validate()
-                await self._reach(RUNNING)
+                if not self._end_as:
+                    await self._reach(RUNNING)
             if batch.status == RUNNING:
                 await self._answer_all()
         finally:
@@ -262,22 +268,23 @@ class BatchRun:
         """Answer the lines that have no answer yet. Errors: HttpError."""
         files, plan, tenant = self._all.files, self.batch.plan, self.batch.tenant
         done = await self._count()
-        tasks = set[asyncio.Task[None]]()
+        pending = dict[asyncio.Task[None], int]()  # bytes of its line
         try:
             async for lines in self._lines():
                 for number, line in lines:
                     if number in done:
                         continue
-                    await self._all.lines.take(tenant)
-                    for ended in [task for task in tasks if task.done()]:
-                        tasks.discard(ended)
-                        ended.result()
-                    tasks.add(asyncio.create_task(self._answer(number, line)))
-            await asyncio.gather(*tasks)
+                    await _settle(pending)
+                    place = Place(self._all.lines, tenant)
+                    await place.take()
+                    task = asyncio.create_task(self._answer(number, line, place))
+                    task.add_done_callback(lambda _, place=place: place.give())  # type: ignore[misc]
+                    pending[task] = len(line)
+            await asyncio.gather(*pending)
         finally:
-            for task in tasks:
+            for task in pending:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*pending, return_exceptions=True)
         if len(await files.numbers((plan.output, plan.errors))) < plan.total:
             raise _InvalidError([Problem("input_lost", "the input file has fewer lines than when it was checked")])
 
@@ -288,30 +295,23 @@ class BatchRun:
         plan.completed, plan.failed = len(completed), len(failed)
         return completed | failed
 
-    async def _answer(self, number: int, line: bytes) -> None:
+    async def _answer(self, number: int, line: bytes, place: Place) -> None:
         """Answer one line, with a place that was taken, and store the answer. Errors: HttpError; _InvalidError."""
-        holds, lines, tenant = True, self._all.lines, self.batch.tenant
         pause_s = _FIRST_PAUSE_S
-        try:
-            request, body = await self._read(number, line)
-            while True:
-                answer = await self._ask(request.url, body, number)
-                if answer.status not in (429, 503) or answer.headers.get(b"x-should-retry") == b"false":
-                    break
-                lines.give()
-                holds = False
-                given = answer.headers.get(b"retry-after-ms", b"")
-                await asyncio.sleep(max(pause_s, int(given) / 1000 if given.isdigit() else 0.0))
-                pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-                await lines.take(tenant)
-                holds = True
-            request_id = answer.headers.get(b"x-request-id", b"").decode()
-            response = response_of(answer.status, request_id, answer.body)
-            made = answer_line(self._line_id(number), request.custom_id, response)
-            await self._store(number, made, is_error=answer.status >= 400)
-        finally:
-            if holds:
-                lines.give()
+        request, body = await self._read(number, line)
+        while True:
+            answer = await self._ask(request.url, body, number)
+            if answer.status not in (429, 503) or answer.headers.get(b"x-should-retry") == b"false":
+                break
+            place.give()
+            given = answer.headers.get(b"retry-after-ms", b"")
+            await asyncio.sleep(max(pause_s, int(given) / 1000 if given.isdigit() else 0.0))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+            await place.take()
+        request_id = answer.headers.get(b"x-request-id", b"").decode()
+        response = response_of(answer.status, request_id, answer.body)
+        made = answer_line(self._line_id(number), request.custom_id, response)
+        await self._store(number, made, is_error=answer.status >= 400)
 
     async def _read(self, number: int, line: bytes) -> tuple[BatchRequest, bytes]:
         """Return a line's request, and its body as it is sent."""
@@ -360,16 +360,27 @@ class BatchRun:
         """Store an error for each line without an answer. Errors: HttpError."""
         done = await self._count()
         error = {"code": "batch_expired", "message": "the request was not answered within the completion window"}
-        with contextlib.suppress(_InvalidError):  # it was not validated
+        if RUNNING in self.batch.plan.times:  # otherwise its lines were not checked
             async for lines in self._lines():
                 for number, line in lines:
-                    if number not in done and self.batch.plan.total:
+                    if number not in done:
                         request, _ = await self._read(number, line)
                         made = answer_line(self._line_id(number), request.custom_id, None, error)
                         await self._store(number, made, is_error=True)
 
     def _line_id(self, number: int) -> str:
         return f"batch_req_{_digest(self.batch.id, number, 12).hex()}"
+
+
+async def _settle(pending: dict[asyncio.Task[None], int]) -> None:
+    """Wait until few lines are pending. A line that is refused waits without a place. Errors: those of the lines."""
+    while True:
+        for task in [one for one in pending if one.done()]:
+            del pending[task]
+            task.result()
+        if len(pending) < _MAX_PENDING and sum(pending.values()) < _MAX_PENDING_BYTES:
+            return
+        await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
 
 class _InvalidError(Exception):

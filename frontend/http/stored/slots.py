@@ -1,4 +1,4 @@
-"""Slots: places for a bounded number of pieces of work at the same time, in turns between tenants."""
+"""Slots and Place: a bounded number of pieces of work at the same time, in turns between tenants."""
 
 import asyncio
 from collections import deque
@@ -46,3 +46,21 @@ class Slots:
             if not turn.done():
                 self._num_taken += 1
                 turn.set_result(None)
+
+
+class Place:
+    """One place of a tenant, which is taken and given back, maybe more than once."""
+
+    def __init__(self, slots: Slots, tenant: str) -> None:
+        self._slots, self._tenant, self._is_held = slots, tenant, False
+
+    async def take(self) -> None:
+        """Wait for the place."""
+        await self._slots.take(self._tenant)
+        self._is_held = True
+
+    def give(self) -> None:
+        """Give it back, if it is held."""
+        if self._is_held:
+            self._is_held = False
+            self._slots.give()

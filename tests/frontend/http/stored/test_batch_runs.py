@@ -287,6 +287,48 @@ def test_a_full_store_ends_the_batch_with_what_it_has(tmp_path: Path) -> None:
         assert 3 < shown["request_counts"]["completed"] < 20
 
 
+@pytest.mark.parametrize("parts", [LINES, [line(f"c{number}", prompt="x" * 1000) for number in range(40)]])
+def test_few_lines_wait_in_memory_and_each_place_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
+) -> None:
+    monkeypatch.setattr(batch_runs, "_MAX_PENDING", 12)
+    monkeypatch.setattr(batch_runs, "_MAX_PENDING_BYTES", 8000)
+    asked = set[str]()
+
+    async def refuse(body: Any, number: int) -> LocalAnswer:
+        asked.add(json.dumps(body))
+        return LocalAnswer(503, {}, b"{}")
+
+    async def run() -> None:
+        async with serving(tmp_path / "s", refuse) as server:
+            batch = await server.create(parts)
+            while server.num_asked < 30:
+                await asyncio.sleep(0.001)
+            assert 1 < len(asked) <= (12 if len(parts[0]) < 500 else 8)
+            await server.batches.cancel(batch)
+            assert (await server.end()).status == "cancelled"
+            for _ in range(4):
+                await asyncio.wait_for(server.batches.lines.take("other"), 1)
+
+    asyncio.run(run())
+
+
+def test_a_line_that_fails_gives_its_place_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async def fail(*_: Any) -> None:
+            raise HttpError(507, "full")
+
+        async with serving(tmp_path / "s", echo, width=1) as server:
+            batch = await server.create(LINES)
+            monkeypatch.setattr(server.files, "add_part", fail)
+            while server.batches.runs:
+                await asyncio.sleep(0.001)
+            assert batch.status == "failed"
+            await asyncio.wait_for(server.batches.lines.take("other"), 1)
+
+    asyncio.run(run())
+
+
 def test_one_line_runs_while_callers_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runs, "_LOOK_S", 0.0001)
 
