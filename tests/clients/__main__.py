@@ -4,8 +4,9 @@ Both have the demo model's files, and only one fits into the memory at a time, s
 
 Each folder here with a requirements.txt is an environment of its own (litellm needs another openai than the others).
 node/ and agents/ are such, too; their clients need Node.js 20 and npm, and are otherwise left out, which the output
-says. Each use_*.py and use_*.mjs is a program as the client's users write it, and fails by its exit code. The output
-has each client with its version, the result, and each distinct request that the client was seen to send.
+says. Each use_*.py and use_*.mjs is a program as the client's users write it, and fails by its exit code. Those of
+shapes/ send what programs send that no package index has, or only with all of their own services. The output has each
+client with its version, the result, and each distinct request that the client was seen to send.
 """
 
 import argparse
