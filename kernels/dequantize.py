@@ -26,6 +26,12 @@ The other types look each number up in a table of 16 (LEVELS): weight = scale * 
             a number s of 3 or 4 bits for each 16 or 32 weights: scale * (2 s + 1), times 1/8; IQ3_XXS 1/4; IQ3_S 1.
             A grid's digit is the low three bits of q, its sign the fourth. In IQ1 types the fourth bit says for each 8
             or 32 weights whether an eighth is added to the digit or taken off.
+And types that no file has, for packed folders:
+    FP8     float32 scale, 64 bytes of E4M3                   weight = scale * the float
+    NF4, BNB_FP4   float32 scale, 32 bytes of two 4-bit numbers, the high one first
+                                                              weight = scale * level[q], levels that are no integers
+    NVFP4_F32      float32 divisor, 4 scales E4M3, 32 bytes of two 4-bit numbers, the low one first
+                                                              half of the scale, divided, for 16 weights
 The two halves of a byte belong to weights 16 apart (in K blocks 32, in Q6_K 64, in NVFP4 8): the low half to the
 earlier one. The four parts of a byte belong to weights 32 apart.
 
@@ -71,7 +77,15 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "IQ3_S": (K_BLOCK, 110),
     "IQ1_S": (K_BLOCK, 50),
     "IQ1_M": (K_BLOCK, 56),
+    "FP8": (64, 68),
+    "NF4": (64, 36),
+    "BNB_FP4": (64, 36),
+    "NVFP4_F32": (64, 40),
 }
+#: Types whose codes do not stand for integers.
+FLOAT_CODES = ("FP8", "NF4", "BNB_FP4")
+#: Types that tensors in files have.
+FILE_TYPES = tuple(name for name in BLOCK_SIZES if name not in (*FLOAT_CODES, "NVFP4_F32"))
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers of four bits
@@ -91,6 +105,7 @@ LEVELS: dict[str, tuple[int, ...]] = {
     "IQ4_XS": _IQ4,
     "MXFP4": _FP4,
     "NVFP4": _FP4,
+    "NVFP4_F32": _FP4,
     "IQ2_XXS": _IQ2,
     "IQ2_XS": _IQ2,
     "IQ2_S": _IQ2,
@@ -98,6 +113,20 @@ LEVELS: dict[str, tuple[int, ...]] = {
     "IQ3_S": _signed_levels(1, 3, 5, 7, 9, 11, 13, 15),
     "IQ1_S": _IQ1,
     "IQ1_M": _IQ1,
+}
+
+#: The same of types whose levels are float32 numbers: those that bitsandbytes writes to files.
+FLOAT_LEVELS: dict[str, tuple[float, ...]] = {
+    "NF4": (
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+        *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+        *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ),
+    "BNB_FP4": (
+        *(0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5, 0.1666666716337204, 0.25),
+        *(0.0, -0.0052083334885537624, -0.6666666865348816, -1.0, -0.3333333432674408, -0.5, -0.1666666716337204),
+        -0.25,
+    ),
 }
 
 #: Bytes of blocks converted at a time, small enough that intermediate results stay in the CPU's cache.
@@ -218,6 +247,51 @@ def _nvfp4(blocks: UInt8s) -> Floats:
     bits = np.where(blocks[:, :4] == 0x7F, 0, blocks[:, :4] & 0x7F).astype(np.uint16)
     scales = (bits << 7).view(np.float16).astype(np.float32) * np.float32(128)  # E4M3's bias is 8 less; and a half
     return _by_scale(_levels(_nibbles(blocks[:, 4:], 8), "NVFP4"), scales)
+
+
+def _fp8(blocks: UInt8s) -> Floats:
+    scales = np.ascontiguousarray(blocks[:, :4]).view("<f4")
+    with np.errstate(over="ignore", invalid="ignore"):  # the largest scales give infinities
+        numbers: Floats = E4M3[blocks[:, 4:]] * scales
+    return numbers
+
+
+def _nf4(blocks: UInt8s) -> Floats:
+    return _float_levels(blocks, "NF4")
+
+
+def _bnb_fp4(blocks: UInt8s) -> Floats:
+    return _float_levels(blocks, "BNB_FP4")
+
+
+def _float_levels(blocks: UInt8s, name: str) -> Floats:
+    codes = np.stack((blocks[:, 4:] >> np.uint8(4), blocks[:, 4:] & np.uint8(15)), 2).reshape(len(blocks), -1)
+    scales = np.ascontiguousarray(blocks[:, :4]).view("<f4")
+    with np.errstate(over="ignore", invalid="ignore"):
+        numbers: Floats = np.array(FLOAT_LEVELS[name], np.float32)[codes] * scales
+    return numbers
+
+
+def _nvfp4_f32(blocks: UInt8s) -> Floats:
+    bits = blocks[:, 4:8].astype(np.uint16)
+    divisors = np.ascontiguousarray(blocks[:, :4]).view("<f4")
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        scales = (bits << 7).view(np.float16).astype(np.float32) * np.float32(128) / divisors  # see _nvfp4()
+        codes = np.stack((blocks[:, 8:] & np.uint8(15), blocks[:, 8:] >> np.uint8(4)), 2).reshape(len(blocks), -1)
+        return _by_scale(_levels(codes, "NVFP4_F32"), scales)
+
+
+def _e4m3_values() -> Floats:
+    """Return float32 [256]: the value of each byte of E4M3 (4 bits of exponent, 3 of fraction)."""
+    codes = np.arange(256)
+    exponent, fraction = (codes >> 3) & 15, codes & 7
+    sizes = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
+    sizes[(codes & 127) == 127] = np.nan
+    return np.where(codes < 128, sizes, -sizes).astype(np.float32)
+
+
+#: What bytes of E4M3 stand for.
+E4M3 = _e4m3_values()
 
 
 def _iq2_xxs(blocks: UInt8s) -> Floats:
@@ -394,4 +468,8 @@ _KINDS: dict[str, Callable[[UInt8s], Floats]] = {
     "IQ3_S": _iq3_s,
     "IQ1_S": _iq1_s,
     "IQ1_M": _iq1_m,
+    "FP8": _fp8,
+    "NF4": _nf4,
+    "BNB_FP4": _bnb_fp4,
+    "NVFP4_F32": _nvfp4_f32,
 }

@@ -17,7 +17,7 @@ from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import read_small_file
 from ipc.files.safetensors import read_safetensors_folder
 from kernels.cpu.quantized import bits_in_memory
-from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
+from kernels.dequantize import FILE_TYPES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.memory.kv_cache import bytes_per_block
 
@@ -78,7 +78,7 @@ def inspect_model(path: Path) -> Inspection:
         format="GGUF" if is_gguf else "safetensors",
         architecture=architecture,
         file_bytes=sum(num_bytes for _, _, num_bytes in tensors),
-        types=_types(tensors, BLOCK_SIZES.keys() if is_gguf else ELEMENT_DTYPES.keys()),
+        types=_types(tensors, frozenset(FILE_TYPES) if is_gguf else ELEMENT_DTYPES.keys()),
         runs_with=runs,
         refusals=tuple(refusals),
         max_model_len=None if config is None else config.max_position_embeddings,
@@ -140,7 +140,7 @@ def _types(tensors: Iterable[_Tensor], readable: Set[str]) -> tuple[TypeUse, ...
 
 
 def _is_quantized(name: str) -> bool:
-    return name in BLOCK_SIZES and name not in PLAIN_TYPES
+    return name in FILE_TYPES and name not in PLAIN_TYPES
 
 
 def _needs(config: ModelConfig, tensors: Iterable[_Tensor]) -> Needs:

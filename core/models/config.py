@@ -28,7 +28,7 @@ EncoderActivation = Literal["gelu", "gelu_pytorch_tanh", "silu"]
 Residual = Literal["in turn", "parallel", "parallel with one norm"]
 #: How a safetensors folder stores matrices: as they are, or as codes and scales in several tensors
 #: (core/model_files/tensors/packed_layout.py).
-Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4"]
+Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "torchao"]
 #: What is between the pooled state and the labels of a classifying encoder: a linear layer and tanh, or a linear layer,
 #: gelu and a norm.
 ClassifierHead = Literal["none", "tanh", "gelu and norm"]

@@ -67,6 +67,16 @@ def read_safetensors(path: Path) -> dict[str, SafetensorsTensor]:
     return tensors
 
 
+def read_safetensors_metadata(path: Path) -> dict[str, str]:
+    """Return the file's own texts by name ("__metadata__"). Errors: those of read_safetensors."""
+    with map_file(path) as data:
+        header, _ = _read_header(data, path)
+    texts = header.get("__metadata__", {})
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise ModelFileError(f"{path}: __metadata__ must be an object of texts")
+    return texts
+
+
 def read_safetensors_header_bytes(path: Path) -> bytes:
     """Return the file's first bytes up to its data. Errors: those of read_safetensors."""
     with map_file(path) as data:

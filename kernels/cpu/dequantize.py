@@ -14,6 +14,7 @@ from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
 _NAMES = (
     *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"),
     *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "TQ2_0", "TQ1_0"),
+    *("FP8", "NF4", "BNB_FP4", "NVFP4_F32"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"),  # those with a grid
 )
 _NUMBERS = {name: number for number, name in enumerate(_NAMES)}

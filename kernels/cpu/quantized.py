@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.arrays import UInt8s
-from kernels.cpu.dequantize import type_number
+from kernels.cpu.dequantize import cpu_dequantize, type_number
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.packed_weights import INT8, QUANTIZED, PackedWeights
 from kernels.cpu.structs import BlockArguments, QuantizeArguments, QuantizedPartArguments
-from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
-from kernels.elements import BFLOAT16
+from kernels.dequantize import BLOCK_SIZES, FLOAT_CODES, PLAIN_TYPES
+from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
 
 _PLAIN_PART = 64  # enum in quantized.h
@@ -90,10 +90,13 @@ def quantize(
 
 
 def in_q8_0(library: CpuLibrary, part: BlockRows) -> BlockRows | None:
-    """Return the rows as Q8_0: quantized ones unchanged, others with the same bits as in llama.cpp's quantization.
+    """Return the rows as Q8_0: ones with integers as codes unchanged, others with the bits of llama.cpp's quantization.
 
     None: the depth is not a multiple of 32, or a scale would not be a finite float16.
     """
+    if part.type_name in FLOAT_CODES:
+        numbers = cpu_dequantize(library, part.data.reshape(-1), part.type_name, FLOAT32)
+        part = BlockRows("F32", numbers.reshape(len(part.data), -1).view(np.uint8))
     plain = PLAIN_TYPES.get(part.type_name)
     if plain is None:
         return part

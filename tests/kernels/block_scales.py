@@ -2,14 +2,18 @@
 
 import numpy as np
 
-from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
+from kernels.dequantize import BLOCK_SIZES, FLOAT_CODES, PLAIN_TYPES
 from kernels.elements import Numbers
 
 #: Quantized types of kernels.dequantize.
 TYPES = [name for name in BLOCK_SIZES if name not in PLAIN_TYPES]
+#: Those whose codes are integers.
+INTEGER_TYPES = [name for name in TYPES if name not in FLOAT_CODES]
 WITH_MINIMUM = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 #: First byte of a block's float16 factors, if it is not 0. IQ1_M has quarters of one at four places.
 _FIRST = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208, "TQ1_0": 52, "TQ2_0": 64, "IQ1_M": 48}
+#: Types whose first four bytes are a float32.
+WIDE_SCALES = (*FLOAT_CODES, "NVFP4_F32")
 #: What other types have instead: the first byte of so many scales of one byte each.
 BYTE_SCALES = {"MXFP4": (0, 1), "NVFP4": (0, 4)}
 
@@ -21,6 +25,13 @@ def num_scales(name: str) -> int:
 
 def set_scales(blocks: Numbers, name: str, values: Numbers | float, first: int = 0) -> None:
     """Write factors from number `first` on into blocks uint8 [..., bytes]; values [..., factors] or one for all."""
+    if name in WIDE_SCALES:
+        with np.errstate(over="ignore", divide="ignore"):
+            values = np.float32(1) / np.asarray(values, "<f4") if name == "NVFP4_F32" else np.asarray(values, "<f4")
+        if name == "NVFP4_F32":
+            blocks[..., 4:8] = blocks[..., 4:8] & 0x1F | 0x20
+        blocks[..., :4] = np.ascontiguousarray(np.broadcast_to(values, (*blocks.shape[:-1], 1))).view(np.uint8)
+        return
     count = num_scales(name) - first
     values = np.broadcast_to(np.asarray(values, np.float64), (*blocks.shape[:-1], count))
     if name in BYTE_SCALES:
@@ -36,6 +47,14 @@ def set_scales(blocks: Numbers, name: str, values: Numbers | float, first: int =
     for i in range(4):
         nibble = halves[..., i // 2] >> i % 2 * 4 & 15
         blocks[..., begin + 2 * i + 1] = blocks[..., begin + 2 * i + 1] & 15 | nibble << 4
+
+
+def without_nan(blocks: Numbers, name: str) -> Numbers:
+    """Replace codes that are no numbers, which only FP8 has, in blocks uint8 [..., bytes]."""
+    if name == "FP8":
+        codes = blocks[..., 4:]
+        codes[(codes & 0x7F) == 0x7F] ^= 1
+    return blocks
 
 
 def factors(blocks: Numbers, name: str) -> Numbers:

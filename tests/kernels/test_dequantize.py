@@ -3,20 +3,25 @@
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from kernels.cpu.build import usable_variants
 from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
 from kernels.cpu.library import load_cpu_library
-from kernels.dequantize import BLOCK_SIZES, dequantize
+from kernels.dequantize import BLOCK_SIZES, FILE_TYPES, FLOAT_LEVELS, LEVELS, dequantize
 from kernels.elements import BFLOAT16, FLOAT32, rounded
-from tests.kernels.block_scales import BYTE_SCALES, TYPES, num_scales, set_scales
+from tests.kernels.block_scales import BYTE_SCALES, TYPES, WIDE_SCALES, num_scales, set_scales, without_nan
 
 
 def random_blocks(type_name: str, count: int, seed: int) -> np.ndarray:
     """uint8[count, bytes of a block], with finite scales of all magnitudes."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, BLOCK_SIZES[type_name][1]), dtype=np.uint8)
-    if type_name == "MXFP4":
+    if type_name in WIDE_SCALES:
+        exponents = rng.integers(20, 230, (count, 1), np.uint32)
+        bits = exponents << 23 | rng.integers(0, 1 << 23, (count, 1), np.uint32) | rng.integers(0, 2, (count, 1)) << 31
+        set_scales(without_nan(blocks, type_name), type_name, bits.astype(np.uint32).view(np.float32))
+    elif type_name == "MXFP4":
         blocks[:, 0] = rng.integers(0, 250, count)
     elif type_name in TYPES and type_name not in BYTE_SCALES:
         # float16 of exponents 0 (subnormal) to 30, either sign
@@ -26,7 +31,7 @@ def random_blocks(type_name: str, count: int, seed: int) -> np.ndarray:
     return blocks
 
 
-@pytest.mark.parametrize("type_name", BLOCK_SIZES)
+@pytest.mark.parametrize("type_name", FILE_TYPES)
 @pytest.mark.parametrize("count", [1, 3, 5000])
 def test_bits_equal_those_of_the_gguf_package(type_name: str, count: int) -> None:
     blocks = random_blocks(type_name, count, seed=count)
@@ -59,7 +64,36 @@ def test_the_c_kernel_gives_the_same_bits(type_name: str, variant: str) -> None:
 
 
 def test_every_type_that_the_gguf_package_dequantizes_is_known() -> None:
-    assert {kind.name for kind in gguf.quants._type_traits} <= BLOCK_SIZES.keys()
+    assert {kind.name for kind in gguf.quants._type_traits} <= set(FILE_TYPES)
+
+
+def wide(blocks: np.ndarray, name: str) -> np.ndarray:
+    """The numbers of blocks of a type with a float32, one after the other."""
+    first, packed = blocks[:, :4].copy().view(np.float32)[:, 0], blocks[:, 4:]
+    out = np.empty((len(blocks), 64), np.float32)
+    for block, codes in enumerate(packed):
+        for i in range(64):
+            if name == "FP8":
+                number = torch.tensor(codes[i : i + 1]).view(torch.float8_e4m3fn).float().numpy()[0]
+                out[block, i] = number * first[block]
+            elif name == "NVFP4_F32":
+                half = np.array([codes[i // 16]], np.uint16) << 7
+                scale = half.view(np.float16).astype(np.float32)[0] * np.float32(128) / first[block]
+                code = codes[4 + i // 2] >> i % 2 * 4 & 15
+                out[block, i] = np.float32(LEVELS[name][code]) * scale
+            else:
+                code = codes[i // 2] >> (1 - i % 2) * 4 & 15
+                out[block, i] = np.float32(FLOAT_LEVELS[name][code]) * first[block]
+    return out
+
+
+def test_fp8_has_the_numbers_of_torch() -> None:
+    blocks = random_blocks("FP8", 300, seed=3)
+    blocks[:8, 4:] = np.arange(256, dtype=np.uint8).reshape(4, 64).repeat(2, 0)
+    expected = wide(blocks, "FP8").reshape(-1)
+    found = dequantize(blocks.reshape(-1), "FP8")
+    assert np.isnan(expected).sum() == 4
+    assert np.array_equal(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -70,8 +104,11 @@ def test_blocks_of_any_bytes(name: str) -> None:
     blocks[0], blocks[1] = 0xFF, 0
     for row, value in ((2, np.nan), (3, np.inf), (4, -np.inf), (5, 0.0)):
         set_scales(blocks[row : row + 1], name, value)
-    with np.errstate(invalid="ignore", over="ignore"):
-        expected = gguf.dequantize(blocks, gguf.GGMLQuantizationType[name]).reshape(-1)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        expected = (
+            wide(blocks, name) if name in WIDE_SCALES else gguf.dequantize(blocks, gguf.GGMLQuantizationType[name])
+        )
+        expected = expected.reshape(-1)
         found = dequantize(blocks.reshape(-1), name)
     compiled = cpu_dequantize(library, blocks.reshape(-1), name, FLOAT32)
     is_number = ~np.isnan(expected)
@@ -81,8 +118,8 @@ def test_blocks_of_any_bytes(name: str) -> None:
 
 
 def test_block_sizes_are_those_of_the_gguf_package() -> None:
-    for name, sizes in BLOCK_SIZES.items():
-        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == sizes
+    for name in FILE_TYPES:
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]] == BLOCK_SIZES[name]
 
 
 def test_known_answers() -> None:

@@ -434,8 +434,12 @@ def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
 # The quantization of a safetensors folder, from its config.json: which tensors a matrix is stored as.
 
 
+_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "torchao")
 #: Formats of compressed-tensors in which a weight is a code and a scale.
-_FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
+_FORMATS = (
+    *("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
 
 
 def read_packing(values: Values) -> Packing:
@@ -448,7 +452,7 @@ def read_packing(values: Values) -> Packing:
     config = values.group("quantization_config")
     if config is None:
         return "none"
-    method = _one_of(config, "quant_method", "gptq", "awq", "auto-round", "compressed-tensors", "fp8", "mxfp4")
+    method = _one_of(config, "quant_method", *_METHODS)
     if method == "gptq":
         return _gptq(config)
     if method == "auto-round":
@@ -458,10 +462,12 @@ def read_packing(values: Values) -> Packing:
     if method == "awq":
         _one_of(config, "version", None, "gemm", "GEMM")
         return "awq"
-    if method == "mxfp4":
-        return "mxfp4"
-    _one_of(config, "fmt", None, "e4m3")
-    return "fp8"
+    if method == "bitsandbytes":
+        _one_of(config, "bnb_4bit_quant_type", None, "nf4", "fp4")
+    elif method == "fp8":
+        _one_of(config, "fmt", None, "e4m3")
+    packing: Packing = method
+    return packing
 
 
 def _gptq(config: Values) -> Packing:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from core.model_files.settings.text_part import without_images
 from core.model_files.tensors.encoder_weights import with_our_names
 from core.model_files.tensors.latent_tensors import latent_orders
-from core.model_files.tensors.packed_layout import UNUSED_KINDS, fault_of, kinds_of
+from core.model_files.tensors.packed_layout import UNUSED_KINDS, all_kinds, fault_of, kinds_of
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.tensors.recurrent_tensors import input_order, like_others
 from core.model_files.tensors.stacked_experts import by_expert, by_halves, unstacked, unturned, with_turned_products
@@ -35,6 +35,7 @@ from core.model_files.tensors.tensor_names import (
     json_name,
     parts_in_turn,
 )
+from core.model_files.tensors.torchao_types import refuse_other_types
 from core.model_files.tensors.weight_shapes import expected_shapes
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.architectures.vision_architectures import text_name
@@ -48,7 +49,7 @@ from ipc.files.safetensors import read_safetensors, read_safetensors_folder
 from ipc.tables.arrays import Ints, UInt8s
 from ipc.tables.rounding import round_up
 from kernels.cpu.library import CpuLibrary
-from kernels.dequantize import BLOCK_SIZES
+from kernels.dequantize import FILE_TYPES
 from kernels.elements import FLOAT32, Dtype
 
 #: safetensors dtype -> type name in kernels.dequantize, which converts both formats.
@@ -193,17 +194,24 @@ def _ended(name: str) -> str:
 
 
 def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
+    if config.packing == "torchao":
+        refuse_other_types(folder)
     found = without_images(_folder_tensors(folder), config.architecture)
     if config.encoder is not None:
         found = with_our_names(found, config)
     elif config.vision is not None:
         found = {ours: stored for name, stored in found.items() if (ours := text_name(name)) is not None}
-    elif (first := json_name("model.embed_tokens.weight", config)) not in found:  # saved from a model without a head
-        stem = f"{first.split('.')[0]}."
+    elif not _has_embedding(found, config):  # saved from a model without a head
+        stem = f"{json_name('model.embed_tokens.weight', config).split('.')[0]}."
         found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
     plan, rest = _plan_tensors(found, config, expected_shapes(config), folder)
     _check_rest(rest, config)
     return plan
+
+
+def _has_embedding(found: Mapping[str, StoredTensor], config: ModelConfig) -> bool:
+    stem = json_name("model.embed_tokens.weight", config).removesuffix("weight")
+    return any(f"{stem}{kind}" in found for kind in ("weight", *all_kinds(config.packing)))
 
 
 def _plan_tensors(
@@ -265,9 +273,9 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
         stored = msgspec.structs.replace(stored, shape=shape)  # one row, as a matrix or as a vector
     if stored.shape != shape:
         raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
-    if stored.type not in BLOCK_SIZES:
+    if stored.type not in FILE_TYPES:
         raise UnsupportedModelError(
-            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(BLOCK_SIZES)}"
+            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(FILE_TYPES)}"
         )
     return stored
 
@@ -280,7 +288,8 @@ def _take_packed(
     Errors: ModelFileError.
     """
     stem = name.removesuffix(".weight")
-    kinds = kinds_of(found, stem, packing) if len(shape) > 1 else ()
+    types = {kind: found[key].type for kind in all_kinds(packing) if (key := f"{stem}.{kind}") in found}
+    kinds = kinds_of(types, packing) if len(shape) > 1 else ()
     if not kinds:
         return None
     parts = {kind: found.pop(f"{stem}.{kind}") for kind in kinds}
@@ -361,7 +370,8 @@ class _Reading:
     ) -> tuple[StoredPart, ...]:
         """Read a matrix. after: the weight that will probably be read next."""
         if isinstance(stored, PackedTensor):
-            return _unpack(stored, self._files, self._dtype).parts
+            parts = _unpack(stored, self._files, self._dtype).parts
+            return tuple(part._replace(library=self._library) for part in parts)
         matrix = self.read(stored, after)
         return (matrix if stored.path.suffix == ".gguf" else StoredMatrix.of(matrix.dense(self._dtype))).parts
 

@@ -20,8 +20,8 @@ from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError, UnsupportedModelError
 from ipc.tables.arrays import AnyInts, Floats, Ints
-from kernels.dequantize import PLAIN_TYPES
-from kernels.elements import Dtype, Numbers
+from kernels.dequantize import FLOAT_CODES, PLAIN_TYPES
+from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows
@@ -377,7 +377,9 @@ def _as_stored(part: StoredPart, device: torch.device) -> PackedRows | None:
 
 
 def _in_8_bits(part: StoredPart, device: torch.device) -> PackedRows | None:
-    """Return a quantized part as stored, and any other part as Q8_0."""
+    """Return a part whose codes are integers as stored, and any other part as Q8_0."""
+    if part.type_name in FLOAT_CODES:
+        return quantize_rows(to_tensor(StoredMatrix([part]).dense(FLOAT32)).to(device))
     dtype = PLAIN_TYPES.get(part.type_name)
     if dtype is None:
         return _as_stored(part, device)

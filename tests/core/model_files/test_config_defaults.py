@@ -76,10 +76,10 @@ def test_settings_of_single_layers_are_refused(model_type: str, tmp_path: Path) 
 
 def test_the_quantization_of_a_whole_model_with_images_is_its_texts(tmp_path: Path) -> None:
     text = {**SIZES, "model_type": "gemma3_text", "head_dim": 16}
-    with pytest.raises(UnsupportedModelError, match=r"quantization_config\.quant_method='bitsandbytes' is not"):
+    with pytest.raises(UnsupportedModelError, match=r"quantization_config\.quant_method='hqq' is not"):
         read(
             tmp_path,
             architectures=["Gemma3ForConditionalGeneration"],
             text_config=text,
-            quantization_config={"quant_method": "bitsandbytes"},
+            quantization_config={"quant_method": "hqq"},
         )

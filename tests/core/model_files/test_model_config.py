@@ -139,7 +139,7 @@ def test_eos_ids_of_both_files_are_merged(in_config: Any, in_generation: Any, ex
         {"rope_parameters": {"rope_type": None}},
         {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
         {"partial_rotary_factor": 0.5},
-        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        {"quantization_config": {"quant_method": "hqq"}},
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(edit: dict[str, Any], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from frontend.llm import LLM
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, rounded
+from kernels.rounding import ceil_div
 from tests.core.model_files.packing import Plain, Tensors, awq, compressed, eight_bits, gptq, random_plain
 from tests.core.model_files.tensors.test_weights import dense_weights
 from tests.numbers import dense_tensor
@@ -132,6 +133,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
     },
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
 
 
@@ -153,6 +155,10 @@ def quantized_folder(source: Path, folder: Path, packing: str, *, plain: bool) -
     for seed, (name, shape) in enumerate(expected_shapes(model).items()):
         if len(shape) < 2 or "layers" not in name:
             continue
+        if packing == "fp8":
+            del tensors[name]
+            tensors |= fp8_matrix(name.removesuffix(".weight"), shape, seed, plain=plain)
+            continue
         matrix = random_plain((shape[0], shape[1]), shape[1] // 32, 4, seed, symmetric=packing == "compressed-tensors")
         if plain:
             tensors[name] = torch.from_numpy(matrix.weights)
@@ -170,6 +176,17 @@ def quantized_folder(source: Path, folder: Path, packing: str, *, plain: bool) -
     return folder
 
 
+def fp8_matrix(stem: str, shape: tuple[int, ...], seed: int, *, plain: bool) -> Tensors:
+    """A matrix in FP8, with scales of blocks; plain: its numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand([ceil_div(size, 128) for size in shape], generator=generator) * 0.1
+    wide = scales.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+    if plain:
+        return {f"{stem}.weight": codes.float() * wide}
+    return {f"{stem}.weight": codes, f"{stem}.weight_scale_inv": scales}
+
+
 def symmetric_packed(plain: Plain) -> Tensors:
     return compressed(plain, symmetric=True)
 
@@ -185,7 +202,14 @@ def test_a_folder_generates_what_its_weights_generate(packing: str, source: Path
     answers = []
     for folder in folders:
         for dtype in ("float32", "bfloat16") if packing == "gptq" else ("bfloat16",):
-            with LLM(str(folder), dtype=dtype, threads=1, max_model_len=64, skip_tokenizer_init=True) as llm:
+            form = "stored" if packing == "fp8" else "auto"
+            options: dict[str, Any] = {
+                "threads": 1,
+                "max_model_len": 64,
+                "skip_tokenizer_init": True,
+                "quantization": form,
+            }
+            with LLM(str(folder), dtype=dtype, **options) as llm:
                 (output,) = llm.generate([{"prompt_token_ids": [3, 5, 7, 11]}], params)
                 answers.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))
     assert answers[: len(answers) // 2] == answers[len(answers) // 2 :]
@@ -223,7 +247,8 @@ def test_what_does_not_fit_is_named(
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, 'quant_method=.bitsandbytes. is not supported; supported: "gptq", "awq"'),
+        ({"quant_method": "hqq"}, 'quant_method=.hqq. is not supported; supported: "gptq", "awq"'),
+        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type='int4'"),
         ({"quant_method": ["gptq"]}, "quant_method="),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "is_marlin_format=True"),
@@ -232,8 +257,8 @@ def test_what_does_not_fit_is_named(
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24'"),
         (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "nvfp4-pack-quantized"}}},
-            "format='nvfp4-pack-quantized'",
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "mxfp6-pack-quantized"}}},
+            "format='mxfp6-pack-quantized'",
         ),
         ({"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": {}}}}, "transform_config="),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24"),
@@ -257,6 +282,10 @@ def test_what_cannot_be_read_is_refused_by_name(
         ({"quant_method": "auto-round", "packing_format": "auto_round"}, "gptq_v2"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "awq"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig"}}}, "torchao"),
     ],
 )
 def test_packing_of_a_config(quantization: dict[str, Any], packing: str, source: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from ipc.tables.arrays import Floats
 from kernels.cpu.quantized import BlockRows
-from kernels.dequantize import BLOCK_SIZES, dequantize
+from kernels.dequantize import BLOCK_SIZES, LEVELS, dequantize
 from kernels.elements import Numbers, to_floats
 from tests.kernels.block_scales import BYTE_SCALES, factors, num_scales, set_scales
 
@@ -54,6 +54,9 @@ def parts_of(rows: BlockRows) -> Parts:
     name, groups = rows.type_name, rows.depth // GROUP
     blocks = rows.data.reshape(len(rows.data), -1, BLOCK_SIZES[name][1])
 
+    if name == "NVFP4_F32":
+        return _parts_of_nvfp4(blocks, groups)
+
     def numbers(data: Numbers) -> Floats:
         return dequantize(np.ascontiguousarray(data).reshape(-1), name).reshape(len(rows.data), groups, 2, 16)
 
@@ -79,6 +82,17 @@ def parts_of(rows: BlockRows) -> Parts:
             _set(ones, _PLAIN_MINIMA.get(name, []))
             minima = numbers(ones)[..., 0] * found[..., 1:]
     return Parts(codes.astype(np.int64), scales, minima, name in _HALVES)
+
+
+def _parts_of_nvfp4(blocks: Numbers, groups: int) -> Parts:
+    """The same of a type whose scales are quotients."""
+    rows = len(blocks)
+    packed = blocks[..., 8:]
+    codes = np.array(LEVELS["NVFP4_F32"])[np.stack((packed & 15, packed >> 4), -1)].reshape(rows, groups, 2, 16)
+    halves = (blocks[..., 4:8].astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(128)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        scales = halves / np.ascontiguousarray(blocks[..., :4]).view(np.float32)
+    return Parts(codes.astype(np.int64), scales.reshape(rows, groups, 2), None, True)
 
 
 def _set(blocks: Numbers, places: list[tuple[slice, int, int]]) -> None:

@@ -18,7 +18,7 @@ from kernels.cpu.packed_weights import INT8
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.dequantize import BLOCK_SIZES, K_BLOCK
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
-from tests.kernels.block_scales import TYPES, set_scales
+from tests.kernels.block_scales import INTEGER_TYPES, set_scales
 from tests.kernels.cpu.int8_reference import parts_of, product
 from tests.kernels.cpu.test_quantized import DEPTH, dense, numbers, ordinary
 from tests.kernels.test_dequantize import random_blocks
@@ -51,7 +51,7 @@ def packed(library: CpuLibrary, parts: list[BlockRows], gate: str | None = None,
     return matrix
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_products_have_the_bits_of_the_definition(variant: CpuLibrary, name: str) -> None:
     depth = DEPTH if BLOCK_SIZES[name][0] == K_BLOCK else DEPTH - 64  # no whole number of slices
     rows = ordinary(name, 40, depth)
@@ -93,7 +93,7 @@ def unusual(name: str) -> list[BlockRows]:
     return [rough, broken]
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_scales_of_any_kind_have_the_bits_of_the_definition(variant: CpuLibrary, name: str) -> None:
     """No panel depends on what bfloat16 products of a variant make of its scales."""
     for rows in unusual(name):
@@ -108,7 +108,7 @@ def test_scales_of_any_kind_have_the_bits_of_the_definition(variant: CpuLibrary,
             assert np.array_equal(found, expected[:count], equal_nan=True), count
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_rows_of_an_embedding_are_the_dequantized_ones(variant: CpuLibrary, name: str) -> None:
     ids = np.array([47, 0, 31, 32, 1, 2, 3, 4], np.int64)
     for rows in unusual(name):

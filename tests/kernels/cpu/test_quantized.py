@@ -13,7 +13,7 @@ from kernels.cpu.packed_weights import QUANTIZED
 from kernels.cpu.quantized import BlockRows, bits_in_memory, quantize
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
 from kernels.elements import BFLOAT16, FLOAT32, Numbers, rounded, to_floats
-from tests.kernels.block_scales import TYPES, num_scales, set_scales
+from tests.kernels.block_scales import TYPES, num_scales, set_scales, without_nan
 from tests.kernels.test_dequantize import random_blocks
 
 DEPTH = 512
@@ -36,7 +36,7 @@ def ordinary(name: str, rows: int, depth: int = DEPTH, seed: int = 0) -> BlockRo
         return BlockRows(
             name, rounded(rng.standard_normal((rows, depth), np.float32), PLAIN_TYPES[name]).view(np.uint8)
         )
-    blocks = rng.integers(0, 256, (rows, depth // weights, num_bytes), np.uint8)
+    blocks = without_nan(rng.integers(0, 256, (rows, depth // weights, num_bytes), np.uint8), name)
     set_scales(blocks, name, rng.standard_normal((*blocks.shape[:2], num_scales(name))) * 0.003)
     return BlockRows(name, blocks.reshape(rows, -1))
 

@@ -1,4 +1,4 @@
-/* The readers of GGUF blocks: a block's codes and scales, and its weights as float32, each product and sum rounded by
+/* The readers of blocks: a block's codes and scales, and its weights as float32, each product and sum rounded by
  * itself. Nothing is read outside a block or a table, whatever a block's bytes are.
  */
 #ifndef BLOCK_READERS_H
@@ -13,6 +13,7 @@ enum { LOOKED_UP = VECTOR_BYTES < GROUP ? VECTOR_BYTES : GROUP }; /* codes that 
 /* A block's scales as they are stored. */
 typedef struct {
     uint16_t factor, factor_of_minima; /* float16; with FLOATS the scale and the minimum */
+    float wide; /* with WIDE, the scale; with DIVIDED, what scales are divided by */
     uint8_t scales[PARTS], minima[PARTS];
 } StoredScales;
 
@@ -35,6 +36,14 @@ INLINE int nibble_at(const uint8_t *bytes, int i) { return bytes[i / 2] >> i % 2
 INLINE void read_nibbles(const uint8_t *bytes, const int count, uint8_t *codes) {
     for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
     for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;
+}
+
+/* Read both halves of each of 32 bytes, the upper one first if `is_upper_first`. */
+INLINE void read_neighbours(const uint8_t *bytes, const int is_upper_first, uint8_t *codes) {
+    for (int i = 0; i < GROUP; i++) {
+        codes[2 * i + is_upper_first] = bytes[i] & 15;
+        codes[2 * i + 1 - is_upper_first] = bytes[i] >> 4;
+    }
 }
 
 /* Read the four 2-bit numbers of each of 64 bytes: of the first 32 the lowest bits, then the next ones. */
@@ -135,6 +144,10 @@ INLINE void read_codes(const uint8_t *block, const int32_t type, uint8_t *codes)
     case IQ4_NL: read_nibbles(block + 2, 16, codes); return;
     case Q4_1: read_nibbles(block + 4, 16, codes); return;
     case MXFP4: read_nibbles(block + 1, 16, codes); return;
+    case FP8: memcpy(codes, block + 4, 2 * GROUP); return;
+    case NF4:
+    case BNB_FP4: read_neighbours(block + 4, 1, codes); return;
+    case NVFP4_F32: read_neighbours(block + 8, 0, codes); return;
     case Q5_0:
     case Q5_1: {
         const int first = type == Q5_0 ? 2 : 4;
@@ -230,6 +243,13 @@ INLINE void read_large_scales(const uint8_t *block, const int32_t type, StoredSc
 INLINE void read_scales(const uint8_t *block, const int32_t type, StoredScales *to) {
     switch (type) {
     case MXFP4: to->scales[0] = *block; return;
+    case FP8:
+    case NF4:
+    case BNB_FP4: memcpy(&to->wide, block, sizeof to->wide); return;
+    case NVFP4_F32:
+        memcpy(&to->wide, block, sizeof to->wide);
+        memcpy(to->scales, block + 4, 4);
+        return;
     case NVFP4: /* seven bits count; and 0x7f, which is no number, is zero */
         for (int i = 0; i < 4; i++) to->scales[i] = block[i] == 0x7f ? 0 : block[i] & 0x7f;
         return;
@@ -264,8 +284,10 @@ INLINE float scale_of(const StoredScales *from, const int part, const int32_t ty
     case SIGNED: return (float)(int8_t)code * factor * BLOCK_TYPES[type].unit;
     case UNSIGNED: return (float)code * factor;
     case NIBBLES: return (float)(code & 15) * factor;
+    case WIDE: return from->wide;
     case EXPONENTS: return power_for_exponent((uint32_t)code);
     case E4M3: return float_of_float16((uint16_t)(code << 7)) * 128.0f; /* its bias is 8 less; and a half */
+    case DIVIDED: return float_of_float16((uint16_t)(code << 7)) * 128.0f / from->wide;
     default: return factor;
     }
 }
@@ -290,6 +312,16 @@ INLINE void write_numbers(const uint8_t *codes, const int count, const int zero,
     }
 }
 
+/* Write what `count` bytes of E4M3 stand for, times a scale. */
+INLINE void write_floats(const uint8_t *codes, const int count, float scale, float *out) {
+    for (int i = 0; i < count; i += LANES) {
+        const Words bytes = (Words)__builtin_convertvector(load_bytes(codes + i), Signed);
+        const Words is_nan = (Words)((bytes & 0x7f) == 0x7f); /* all bits or none */
+        const Floats numbers = float_bits_of_e4m3(bytes, 0) * 0x1p120f;
+        store_floats(out + i, (Floats)((Words)numbers | (is_nan & 0x7fc00000)) * scale);
+    }
+}
+
 /* Read the weights of a block. */
 INLINE void read_block_of(const uint8_t *block, float *out, const int32_t type) {
     const BlockType traits = BLOCK_TYPES[type];
@@ -299,7 +331,7 @@ INLINE void read_block_of(const uint8_t *block, float *out, const int32_t type) 
     read_scales(block, type, &scales);
     read_codes(block, type, codes);
     for (int i = 0; type == Q8_0 && i < GROUP; i++) codes[i] ^= 0x80;
-    if (traits.levels != NO_LEVELS) {
+    if (has_levels(type)) {
         const Table levels = load_table(LEVELS[traits.levels]);
         for (int i = 0; i < traits.weights; i += LOOKED_UP) {
             Words some = {0};
@@ -308,7 +340,10 @@ INLINE void read_block_of(const uint8_t *block, float *out, const int32_t type) 
             memcpy(codes + i, &some, LOOKED_UP);
         }
     }
-    for (int part = 0; part < traits.weights / width; part++)
+    if (is_e4m3(type)) write_floats(codes, traits.weights, scales.wide, out);
+    for (int i = 0; i < traits.weights && has_float_levels(type); i++)
+        out[i] = float_levels(type)[codes[i]] * scales.wide;
+    for (int part = 0; part < traits.weights / width && traits.levels < FLOATS_OF_E4M3; part++)
         write_numbers(codes + part * width, width, zero, scale_of(&scales, part, type), traits.has_minimum,
                       traits.has_minimum ? minimum_of(&scales, part, type) : 0, out + part * width);
 }

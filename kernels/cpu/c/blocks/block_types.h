@@ -1,7 +1,9 @@
-/* The types of GGUF's blocks, in one table. kernels/dequantize.py documents their bytes and what they stand for.
+/* The types of blocks of GGUF and of packed folders, in one table. kernels/dequantize.py documents their bytes and what
+ * they stand for.
  *
  * Every type is the same thing: weight = (code - zero) * scale + minimum, with a scale for each GROUP weights, or for
  * each half of a group. Codes of a type with levels are first looked up in a table of 16 bytes, which has the zero added.
+ * Codes of FP8, NF4 and BNB_FP4 are floats or stand for floats, so their products are not computed with integers.
  */
 #ifndef BLOCK_TYPES_H
 #define BLOCK_TYPES_H
@@ -11,6 +13,7 @@
 /* Those from IQ2_XXS on are the types with a grid. */
 enum {
     Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4, TQ2_0, TQ1_0,
+    FP8, NF4, BNB_FP4, NVFP4_F32,
     IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M, NUM_TYPES
 };
 
@@ -24,6 +27,8 @@ enum { BYTES = 1, FOURS = 2, TWOS = 4, ONES = 8 };
 enum {
     FLOATS,    /* float16; and a minimum */
     FACTORS,   /* the block's factor is the scale */
+    WIDE,      /* the same, as float32 */
+    DIVIDED,   /* as E4M3, divided by the block's float32 */
     SIGNED,    /* signed bytes times the block's factor */
     UNSIGNED,  /* bytes times the block's factor; and minima times its other factor */
     NIBBLES,   /* the same, scale and minimum in one byte */
@@ -31,7 +36,11 @@ enum {
     E4M3       /* half of a float of eight bits without a sign */
 };
 
-enum { NO_LEVELS, LEVELS_OF_IQ4, LEVELS_OF_FP4, LEVELS_OF_IQ2, LEVELS_OF_IQ3_XXS, LEVELS_OF_IQ3_S, LEVELS_OF_IQ1 };
+/* FLOATS_OF_E4M3: codes are bytes of E4M3. Those after it have levels that are floats. */
+enum {
+    NO_LEVELS, LEVELS_OF_IQ4, LEVELS_OF_FP4, LEVELS_OF_IQ2, LEVELS_OF_IQ3_XXS, LEVELS_OF_IQ3_S, LEVELS_OF_IQ1,
+    FLOATS_OF_E4M3, FLOATS_OF_NF4, FLOATS_OF_BNB_FP4
+};
 
 typedef struct {
     uint16_t weights;    /* of a block */
@@ -62,6 +71,10 @@ static const BlockType BLOCK_TYPES[NUM_TYPES] = {
     [NVFP4] = {64, 36, FOURS, E4M3, 0, 1, 4, LEVELS_OF_FP4, 1},
     [TQ2_0] = {256, 66, TWOS, FACTORS, 0, 0, 0, NO_LEVELS, 1},
     [TQ1_0] = {256, 54, TWOS, FACTORS, 0, 0, 0, NO_LEVELS, 1},
+    [FP8] = {64, 68, BYTES, WIDE, 0, 0, 0, FLOATS_OF_E4M3, 1},
+    [NF4] = {64, 36, FOURS, WIDE, 0, 0, 0, FLOATS_OF_NF4, 1},
+    [BNB_FP4] = {64, 36, FOURS, WIDE, 0, 0, 0, FLOATS_OF_BNB_FP4, 1},
+    [NVFP4_F32] = {64, 40, FOURS, DIVIDED, 0, 1, 4, LEVELS_OF_FP4, 1},
     [IQ2_XXS] = {256, 66, FOURS, SIGNED, 0, 1, 6, LEVELS_OF_IQ2, 0.125f},
     [IQ2_XS] = {256, 74, FOURS, SIGNED, 0, 1, 6, LEVELS_OF_IQ2, 0.125f},
     [IQ2_S] = {256, 82, FOURS, SIGNED, 0, 1, 6, LEVELS_OF_IQ2, 0.125f},
@@ -81,19 +94,40 @@ static const uint8_t LEVELS[][16] = {
     [LEVELS_OF_IQ1] = {57, 65, 73, 64, 64, 64, 64, 64, 55, 63, 71, 64, 64, 64, 64, 64},
 };
 
-/* Expand X(name, type, ...) for the types that a panel can have. Those with a grid share one function: they differ only in
- * their levels and their unit, which it is given. */
+/* What codes stand for if that is no integer, from FLOATS_OF_NF4 on: float32 numbers that bitsandbytes writes to files. */
+static const float FLOAT_LEVELS[][16] = {
+    {-1, -0x1.647362p-1f, -0x1.0cd660p-1f, -0x1.946540p-2f, -0x1.23449ap-2f, -0x1.7a6a7ep-3f, -0x1.74f0e2p-4f, 0,
+     0x1.45f5fep-4f, 0x1.4995c6p-3f, 0x1.f809bap-3f, 0x1.5a0674p-2f, 0x1.c34970p-2f, 0x1.200f56p-1f, 0x1.722766p-1f, 1},
+    {0, 0x1.555556p-8f, 0x1.555556p-1f, 1, 0x1.555556p-2f, 0.5f, 0x1.555556p-3f, 0.25f,
+     0, -0x1.555556p-8f, -0x1.555556p-1f, -1, -0x1.555556p-2f, -0.5f, -0x1.555556p-3f, -0.25f},
+};
+
+/* Expand X(name, type, ...) for the types that a panel can have, in products in 8 bits and in all. Those with a grid share
+ * one function: they differ only in their levels and their unit, which it is given. */
 #define EACH_PANEL_TYPE(X, ...)                                                                                        \
+    EACH_INT8_TYPE(X, __VA_ARGS__) X(fp8, FP8, __VA_ARGS__) X(nf4, NF4, __VA_ARGS__) X(bnb_fp4, BNB_FP4, __VA_ARGS__)
+#define EACH_INT8_TYPE(X, ...)                                                                                         \
     X(q8_0, Q8_0, __VA_ARGS__) X(q4_0, Q4_0, __VA_ARGS__) X(q4_1, Q4_1, __VA_ARGS__) X(q5_0, Q5_0, __VA_ARGS__)         \
     X(q5_1, Q5_1, __VA_ARGS__) X(q4_k, Q4_K, __VA_ARGS__) X(q5_k, Q5_K, __VA_ARGS__) X(q6_k, Q6_K, __VA_ARGS__)         \
     X(q2_k, Q2_K, __VA_ARGS__) X(q3_k, Q3_K, __VA_ARGS__) X(iq4_nl, IQ4_NL, __VA_ARGS__) X(iq4_xs, IQ4_XS, __VA_ARGS__) \
-    X(mxfp4, MXFP4, __VA_ARGS__) X(nvfp4, NVFP4, __VA_ARGS__) X(tq2_0, TQ2_0, __VA_ARGS__) X(grids, IQ2_XXS, __VA_ARGS__)
+    X(mxfp4, MXFP4, __VA_ARGS__) X(nvfp4, NVFP4, __VA_ARGS__) X(nvfp4_f32, NVFP4_F32, __VA_ARGS__)     \
+    X(tq2_0, TQ2_0, __VA_ARGS__) X(grids, IQ2_XXS, __VA_ARGS__)
 
 /* Return the type that a panel of this type's blocks gets: TQ1_0 has the weights of TQ2_0. */
 static inline int32_t panel_type_of(int32_t type) { return type == TQ1_0 ? TQ2_0 : type; }
 
 /* Return the type whose functions a panel's type uses: one of EACH_PANEL_TYPE. */
 static inline int32_t function_type_of(int32_t type) { return type > IQ2_XXS ? IQ2_XXS : type; }
+
+static inline int has_levels(int type) {
+    return BLOCK_TYPES[type].levels != NO_LEVELS && BLOCK_TYPES[type].levels < FLOATS_OF_E4M3;
+}
+
+static inline int is_e4m3(int type) { return BLOCK_TYPES[type].levels == FLOATS_OF_E4M3; }
+static inline int has_float_levels(int type) { return BLOCK_TYPES[type].levels > FLOATS_OF_E4M3; }
+
+/* Return those of a type that has them. */
+static inline const float *float_levels(int type) { return FLOAT_LEVELS[BLOCK_TYPES[type].levels - FLOATS_OF_NF4]; }
 
 static inline int block_weights(int32_t type) { return BLOCK_TYPES[type].weights; }
 static inline int block_bytes(int32_t type) { return BLOCK_TYPES[type].bytes; }

@@ -217,6 +217,13 @@ INLINE Floats load_bytes(const void *from) {
 #endif
 }
 
+/* Return the byte of each word from bit `place` on, of E4M3, as a float that is 2 ** -120 of it. Bytes 0x7f and 0xff, which
+ * are no numbers, are not told from others. */
+INLINE Floats float_bits_of_e4m3(const Words words, const int place) {
+    const Words size = (place < 20 ? words << (20 - place) : words >> (place - 20)) & 0x07f00000;
+    return (Floats)(((words << (24 - place)) & 0x80000000) | size);
+}
+
 INLINE Floats load_signed_bytes(const void *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));

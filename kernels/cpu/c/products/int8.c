@@ -124,7 +124,7 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     case type: unpack_groups(work, to, type); break;
 
 void int8_unpack(const Int8Work *work, Int8Group *to) {
-    switch (function_type_of(work->type)) { EACH_PANEL_TYPE(UNPACK, ) }
+    switch (function_type_of(work->type)) { EACH_INT8_TYPE(UNPACK, ) }
 }
 
 /* Multiply at most FEW_ROWS rows with a panel, whose codes are unpacked in registers. */

@@ -7,8 +7,8 @@
 #define INT8_PACKED(name, type, rows) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 0); }
 #define INT8_PACKED_ENTRY(name, type, rows) [type] = name##_##rows,
-#define INT8_PACKED_TYPES(rows) EACH_PANEL_TYPE(INT8_PACKED, rows)
-#define INT8_PACKED_ROW(rows) {EACH_PANEL_TYPE(INT8_PACKED_ENTRY, rows)}
+#define INT8_PACKED_TYPES(rows) EACH_INT8_TYPE(INT8_PACKED, rows)
+#define INT8_PACKED_ROW(rows) {EACH_INT8_TYPE(INT8_PACKED_ENTRY, rows)}
 #define INT8_UNPACKED(name, rows, type) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 1); }
 #define INT8_UNPACKED_TYPES(rows)                                                                       \
@@ -18,7 +18,8 @@
     {[Q8_0] = bytes_##rows, [IQ4_NL] = bytes_##rows, [IQ4_XS] = bytes_##rows, [Q4_0] = scaled_##rows,                   \
      [Q5_0] = scaled_##rows, [MXFP4] = scaled_##rows, [TQ2_0] = scaled_##rows, [Q4_1] = moved_up_##rows,                \
      [Q5_1] = moved_up_##rows, [Q4_K] = moved_up_##rows, [Q5_K] = moved_up_##rows, [Q6_K] = halves_##rows,              \
-     [Q3_K] = halves_##rows, [NVFP4] = halves_##rows, [IQ2_XXS] = halves_##rows, [Q2_K] = halves_moved_up_##rows}
+     [Q3_K] = halves_##rows, [NVFP4] = halves_##rows, [NVFP4_F32] = halves_##rows, [IQ2_XXS] = halves_##rows,          \
+     [Q2_K] = halves_moved_up_##rows}
 
 INT8_PACKED_TYPES(1)
 INT8_PACKED_TYPES(2)

@@ -27,7 +27,9 @@
  *   NIBBLES           a row of bytes for each half, scale and minimum in one
  *   EXPONENTS         bytes, one less than in the file: bits of a float's exponent
  *   E4M3              a row of bytes for each half
- * The float16 factors of a block (of FACTORS it has nothing else) are in rows before its first group: the head.
+ *   DIVIDED           the same
+ * The float16 factors of a block (of FACTORS it has nothing else) are in rows before its first group: the head. Of WIDE
+ * and DIVIDED, the head is a row of float32.
  */
 #ifndef QUANTIZED_H
 #define QUANTIZED_H
@@ -60,13 +62,13 @@ static inline QuantizedLayout layout_of(int32_t type) {
     if (type == WHOLE_PANEL) return (QuantizedLayout){0, 0, GROUP * PANEL_COLUMNS * 2, 1};
     const BlockType traits = BLOCK_TYPES[type];
     const int kind = traits.scales, rows = 1 + traits.has_halves;
-    const int row_bytes = kind == FLOATS ? 2 * PANEL_COLUMNS : kind == FACTORS ? 0 : PANEL_COLUMNS;
+    const int row_bytes = kind == FLOATS ? 2 * PANEL_COLUMNS : kind == FACTORS || kind == WIDE ? 0 : PANEL_COLUMNS;
     const int scale_rows = kind == FLOATS || kind == UNSIGNED ? 1 + traits.has_minimum : rows;
     const int code_rows = traits.planes & BYTES ? 8 : first_row_of(traits.planes, ONES) + (traits.planes & ONES ? 1 : 0);
     const int has_head = kind == SIGNED || kind == UNSIGNED || kind == NIBBLES || kind == FACTORS;
-    const int32_t scale_bytes = scale_rows * row_bytes;
+    const int32_t scale_bytes = scale_rows * row_bytes, factor_bytes = (1 + traits.has_minimum) * 2 * PANEL_COLUMNS;
     return (QuantizedLayout){
-        .head_bytes = has_head ? (1 + traits.has_minimum) * 2 * PANEL_COLUMNS : 0,
+        .head_bytes = kind == WIDE || kind == DIVIDED ? 4 * PANEL_COLUMNS : has_head ? factor_bytes : 0,
         .scale_bytes = scale_bytes,
         .group_bytes = scale_bytes + code_rows * 4 * PANEL_COLUMNS,
         .groups = traits.weights / GROUP,

@@ -6,6 +6,8 @@
  * bfloat16's last one, so both round in the same way. The result only differs if f has all 24 bits and is just below a
  * power of two; gemm_quantize() does not let such a weight through, nor one that is not finite. AVX512_BF16 has an
  * instruction that rounds like this. It treats numbers below 2**-126 as zeros, which gemm_quantize() detects too.
+ *
+ * A scale of WIDE and DIVIDED is any float32, so its product is rounded, to the number that dequantize.h gives.
  */
 #ifndef QUANTIZED_DECODE_H
 #define QUANTIZED_DECODE_H
@@ -35,7 +37,6 @@ INLINE Floats rounded_exactly(Floats f) { return multiply_add(f, all_floats(-655
 
 INLINE int has_minimum(const int type) { return BLOCK_TYPES[type].has_minimum; }
 INLINE int has_halves(const int type) { return type != WHOLE_PANEL && BLOCK_TYPES[type].has_halves; }
-INLINE int has_levels(const int type) { return BLOCK_TYPES[type].levels != NO_LEVELS; }
 INLINE int planes_of(const int type) { return BLOCK_TYPES[type].planes; }
 INLINE int zero_of(const int type) { return has_minimum(type) ? 0 : 1 << BLOCK_TYPES[type].zero_bits; }
 
@@ -51,6 +52,9 @@ typedef struct {
 /* Return those of a panel's type; its functions are those of `type`. */
 INLINE OwnParts own_parts(const int32_t panel_type, const int type) {
     OwnParts own = {.unit = 1.0f};
+#if LANES == 16
+    if (type != WHOLE_PANEL && has_float_levels(type)) own.numbers = load_floats(float_levels(type));
+#endif
     if (type == WHOLE_PANEL || !has_levels(type)) return own;
     const uint8_t *levels = LEVELS[BLOCK_TYPES[type == IQ2_XXS ? panel_type : type].levels];
     own.levels = load_table(levels);
@@ -60,6 +64,21 @@ INLINE OwnParts own_parts(const int32_t panel_type, const int type) {
     if (type == IQ2_XXS) own.unit = BLOCK_TYPES[panel_type].unit;
     return own;
 }
+
+#if LANES < 16
+/* Return the floats whose places are the lowest four bits of each word. */
+INLINE Floats look_up_float(const float table[16], const Words places) {
+#if defined(__AVX2__)
+    const __m256 first = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), (__m256i)places);
+    const __m256 last = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), (__m256i)places);
+    return (Floats)_mm256_blendv_ps(first, last, (__m256)(places << 28));
+#else
+    Floats found = {0};
+    for (int i = 0; i < LANES; i++) found[i] = table[places[i] & 15];
+    return found;
+#endif
+}
+#endif
 
 /* Scales of the columns of a vector. Those of types with halves have one for each half of a group. */
 typedef struct {
@@ -109,6 +128,11 @@ INLINE void load_half(Scales *loaded, const char *head, const char *group, const
         if (has_minimum(type)) loaded->minimum[half] = load_float16(group + PANEL_COLUMNS * 2 + v * LANES * 2);
         break;
     case FACTORS: loaded->scale[half] = load_float16(factors); break;
+    case WIDE: /* 2 ** 120: number_of_byte() */
+        loaded->scale[half] = load_floats(head + v * LANES * 4);
+        if (is_e4m3(type)) loaded->scale[half] = loaded->scale[half] * 0x1p120f;
+        break;
+    case DIVIDED: loaded->scale[half] = load_e4m3(bytes) / load_floats(head + v * LANES * 4); break;
     case SIGNED:
         loaded->scale[half] = load_signed_bytes(bytes) * load_float16(factors);
         if (type == IQ2_XXS) loaded->scale[half] = loaded->scale[half] * unit;
@@ -220,8 +244,10 @@ INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Ta
     return row;
 }
 
-/* Return byte i / 2 of each word of a step as a number; of Q8_0 it has a sign. */
+/* Return byte i / 2 of each word of a step as a number; of Q8_0 it has a sign. Of FP8 it is 2 ** -120 of that, a subnormal
+ * number if E4M3's is: then a product is right too, but slower on some CPUs. */
 INLINE Floats number_of_byte(const Words step, const int i, const int type) {
+    if (is_e4m3(type)) return float_bits_of_e4m3(step, i / 2 * 8);
 #if defined(__AVX512F__)
     const int place = i / 2 % 2 * 8;
     const uint32_t sign = type == Q8_0 ? 128u << place : 0;
@@ -240,8 +266,12 @@ INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const
     const int half = has_halves(type) ? r / 2 : 0;
     Floats number;
 #if LANES == 16 /* the instruction takes the lowest four bits of a lane */
-    if (has_levels(type))
+    if (has_levels(type) || has_float_levels(type))
         number = (Floats)_mm512_permutexvar_ps((__m512i)(codes->low >> 4 * i), (__m512)own->numbers);
+    else
+#else
+    if (has_float_levels(type))
+        number = look_up_float(float_levels(type), codes->low >> 4 * i);
     else
 #endif
     if (planes_of(type) == BYTES || has_levels(type))

@@ -52,7 +52,11 @@ static void read_column(Column column, int64_t k, int64_t count, float *out) {
 }
 
 /* Write the factors of a column's block to a head. */
-INLINE void write_head(const StoredScales *scales, QuantizedLayout layout, int column, char *head) {
+INLINE void write_head(const StoredScales *scales, QuantizedLayout layout, const int32_t type, int column, char *head) {
+    if (BLOCK_TYPES[type].scales == WIDE || BLOCK_TYPES[type].scales == DIVIDED) {
+        memcpy(head + column * 4, &scales->wide, sizeof scales->wide);
+        return;
+    }
     if (layout.head_bytes) memcpy(head + column * 2, &scales->factor, 2);
     if (layout.head_bytes > 2 * PANEL_COLUMNS) memcpy(head + (PANEL_COLUMNS + column) * 2, &scales->factor_of_minima, 2);
 }
@@ -61,7 +65,8 @@ INLINE void write_head(const StoredScales *scales, QuantizedLayout layout, int c
 INLINE void write_scales(const StoredScales *scales, const int32_t type, int g, int column, char *group) {
     const BlockType traits = BLOCK_TYPES[type];
     switch (traits.scales) {
-    case FACTORS: return;
+    case FACTORS:
+    case WIDE: return;
     case FLOATS:
         memcpy(group + column * 2, &scales->factor, 2);
         if (traits.has_minimum) memcpy(group + (PANEL_COLUMNS + column) * 2, &scales->factor_of_minima, 2);
@@ -122,7 +127,7 @@ INLINE void write_block(const uint8_t *block, const int32_t own, int column, cha
     uint8_t codes[LARGE];
     read_codes(block, own, codes);
     read_scales(block, own, &scales);
-    write_head(&scales, layout, column, to);
+    write_head(&scales, layout, type, column, to);
     for (int g = 0; g < layout.groups; g++) {
         char *group = to + group_offset(layout, g);
         write_scales(&scales, type, g, column, group);
