@@ -2,14 +2,16 @@
 
 import json
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 
 import msgspec
 
 from core.model_files.model_config import is_foreign, read_model_config
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES
-from core.model_files.tensors.weights import load_weights
+from core.model_files.tensors.packed_size import packed_bits
+from core.model_files.tensors.stored_tensor import PackedTensor, StoredTensor
+from core.model_files.tensors.weights import plan_weights
 from core.models.config import ModelConfig
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
@@ -35,7 +37,7 @@ class TypeUse(msgspec.Struct, frozen=True):
 class Needs(msgspec.Struct, frozen=True):
     """Bytes of memory that a model needs on the CPU, in bfloat16, in addition to the engine itself."""
 
-    weights_as_stored: int | None  # None: only known once packed matrices are read
+    weights_as_stored: int | None  # None: whether packed matrices stay packed is only known once they are read
     weights_dequantized: int
     kv_cache_per_token: int  # of layers whose tokens see all others; a window needs no more than its length
     state_per_request: int  # of recurrent layers
@@ -47,6 +49,7 @@ class Inspection(msgspec.Struct, frozen=True):
     path: str
     format: str  # "GGUF" or "safetensors"
     architecture: str  # as the files name it; "" = they do not
+    packing: str  # how a folder's matrices are packed (core.models.config.Packing); "" = they are not, or it is refused
     file_bytes: int  # of all tensors
     types: tuple[TypeUse, ...]  # the largest first
     runs_with: str  # what runs it; "" = nothing does
@@ -68,25 +71,28 @@ def inspect_model(path: Path) -> Inspection:
     architecture = _architecture(path, header)
     if not is_gguf and is_foreign(path):
         runs, config = "transformers' code, at numerics level L0 (needs torch and transformers)", None
+        plan: _Plan = {}
         refusals: list[str] = []
     else:
-        config, refusals = _checked(path)
+        config, plan, refusals = _checked(path)
         runs = "" if config is None else "this engine's own code"
         refusals += [] if header is None else _tokenizer_refusals(header)
     return Inspection(
         path=str(path),
         format="GGUF" if is_gguf else "safetensors",
         architecture=architecture,
+        packing="" if config is None or config.packing == "none" else config.packing,
         file_bytes=sum(num_bytes for _, _, num_bytes in tensors),
         types=_types(tensors, frozenset(FILE_TYPES) if is_gguf else ELEMENT_DTYPES.keys()),
         runs_with=runs,
         refusals=tuple(refusals),
         max_model_len=None if config is None else config.max_position_embeddings,
-        needs=None if config is None else _needs(config, tensors),
+        needs=None if config is None else _needs(config, tensors, plan),
         takes_images=config is not None and config.vision is not None,
     )
 
 
+_Plan = Mapping[str, StoredTensor | PackedTensor]
 #: type, shape and bytes of a tensor
 _Tensor = tuple[str, tuple[int, ...], int]
 
@@ -108,14 +114,14 @@ def _architecture(path: Path, header: GgufHeader | None) -> str:
     return ", ".join(map(str, names)) if isinstance(names, list) else ""
 
 
-def _checked(path: Path) -> tuple[ModelConfig | None, list[str]]:
-    """Return the configuration of a model that runs and no refusal; or None and why it does not."""
+def _checked(path: Path) -> tuple[ModelConfig | None, _Plan, list[str]]:
+    """Return the configuration of a model that runs, its weights and no refusal; or None and why it does not run."""
     try:
         config = read_model_config(path)
-        load_weights(path, config, BFLOAT16)  # checks names, shapes and types; weights are read when they are asked for
+        plan = plan_weights(path, config)  # checks names, shapes and types
     except (ModelFileError, UnsupportedModelError) as error:
-        return None, [str(error)]
-    return config, []
+        return None, {}, [str(error)]
+    return config, plan, []
 
 
 def _tokenizer_refusals(header: GgufHeader) -> list[str]:
@@ -143,7 +149,10 @@ def _is_quantized(name: str) -> bool:
     return name in FILE_TYPES and name not in PLAIN_TYPES
 
 
-def _needs(config: ModelConfig, tensors: Iterable[_Tensor]) -> Needs:
+def _needs(config: ModelConfig, tensors: Iterable[_Tensor], plan: _Plan) -> Needs:
+    is_packed = config.packing != "none"
+    if is_packed:
+        tensors = [(each.type, each.shape, 0) for each in plan.values() if isinstance(each, StoredTensor)]
     stored, dense = 0.0, 0
     for name, shape, _ in tensors:
         count = math.prod(shape)
@@ -152,13 +161,19 @@ def _needs(config: ModelConfig, tensors: Iterable[_Tensor]) -> Needs:
             continue
         stored += count * bits_in_memory(name) / 8 if _is_quantized(name) else count * BFLOAT16.itemsize
         dense += count * BFLOAT16.itemsize
-    is_packed = config.packing != "none"
+    packed = [_packed_bytes(each) for each in plan.values() if isinstance(each, PackedTensor)]
     return Needs(
-        weights_as_stored=None if is_packed else round(stored),
+        weights_as_stored=None if None in packed else round(stored + sum(size or 0 for size in packed)),
         weights_dequantized=config.num_matrix_weights * BFLOAT16.itemsize if is_packed else dense,
         kv_cache_per_token=_kv_bytes(config) if config.is_causal else 0,
         state_per_request=config.state_size * FLOAT32.itemsize,
     )
+
+
+def _packed_bytes(packed: PackedTensor) -> float | None:
+    tensors = {kind: (part.type, part.shape) for kind, part in packed.parts.items()}
+    bits = packed_bits(tensors, packed.shape)
+    return None if bits is None else math.prod(packed.shape) * bits / 8
 
 
 def _kv_bytes(config: ModelConfig) -> int:

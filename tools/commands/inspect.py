@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(found: Inspection) -> list[str]:
-    lines = [found.path, f"{found.format}, {bytes_in_words(found.file_bytes)} of tensors, {_named(found.architecture)}"]
+    lines = [found.path, f"{found.format}, {bytes_in_words(found.file_bytes)} of tensors, {_named(found)}"]
     lines += ["", *_table([("TYPE", "TENSORS", "IN FILE", "IN MEMORY"), *map(_row, found.types)]), ""]
     if found.needs is not None:
         lines += [*_table(_needs_rows(found.needs, found.max_model_len)), ""]
@@ -47,8 +47,9 @@ def _lines(found: Inspection) -> list[str]:
     return lines + [f"refused: {reason}" for reason in found.refusals]
 
 
-def _named(architecture: str) -> str:
-    return f"architecture {architecture:.80}" if architecture else "no architecture"
+def _named(found: Inspection) -> str:
+    named = f"architecture {found.architecture:.80}" if found.architecture else "no architecture"
+    return f"{named}, packed as {found.packing}" if found.packing else named
 
 
 def _row(use: TypeUse) -> tuple[str, ...]:

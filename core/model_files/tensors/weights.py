@@ -91,8 +91,13 @@ def load_weights(
     Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen tensor; UnsupportedModelError
     for a type that cannot be converted.
     """
-    plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
+    plan = plan_weights(path, config)
     return _convert({name: stored for name, stored in plan.items() if reads(name)}, dtype, library)
+
+
+def plan_weights(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
+    """Return where each weight is in a model's files, from their headers. Errors: those of load_weights()."""
+    return _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
 
 
 def load_tensors(

@@ -7,10 +7,11 @@ import gguf
 import numpy as np
 import pytest
 
-from core.model_files import inspection
 from core.model_files.inspection import inspect_model
+from core.model_files.tensors import weights
 from ipc.errors import ModelFileError
 from ipc.files.model_files import resolve_model
+from tests.core.model_files.test_packed_golden import folder_with, packing_of
 from tests.frontend.test_model_files_end_to_end import write_gguf
 from tools.commands.inspect import EXIT_REFUSED, main
 from tools.lab.bench.tiny_model import write_tiny_model
@@ -40,14 +41,8 @@ def test_a_file_of_several_types_as_json(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of the weights is an iterator, and nothing is taken from it."""
-
-    def plan(path: Path, *others: object) -> object:
-        real(path, *others)  # type: ignore[arg-type]
-        return (pytest.fail("a weight was read") for _ in range(1))
-
-    real = inspection.load_weights
-    monkeypatch.setattr(inspection, "load_weights", plan)
+    """Weights are read where a file is mapped for them."""
+    monkeypatch.setattr(weights, "_data_of", lambda *others: pytest.fail("a weight was read"))
     assert inspect_model(write_gguf(tmp_path / "model.gguf")).runs_with
 
 
@@ -58,6 +53,30 @@ def test_a_folder(tmp_path: Path) -> None:
     assert [(use.type, use.runs, use.bits_in_memory) for use in found.types] == [("BF16", True, None)]
     assert found.needs is not None
     assert found.needs.weights_dequantized == pytest.approx(found.file_bytes, rel=0.01)
+
+
+def test_a_packed_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The tiny model with one matrix of 64 x 64 in FP8, in 8.5 bits; and one that becomes dense."""
+    (tmp_path / "plain").mkdir()
+    write_tiny_model(tmp_path / "plain")
+    plain = inspect_model(tmp_path / "plain")
+    assert plain.needs is not None
+    assert (plain.packing, plain.needs.weights_as_stored) == ("", plain.needs.weights_dequantized)
+    for case, bits in (
+        ("torchao-float8", 8.5),
+        ("bitsandbytes-nf4", 4.5),
+        ("bitsandbytes-int8", 16),
+        ("compressed-tensors-nvfp4", 5),
+        ("compressed-tensors-mxfp4", 4.25),
+    ):
+        (tmp_path / case).mkdir()
+        assert main([str(folder_with(tmp_path / "plain", tmp_path / case, case))]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].endswith(f"architecture LlamaForCausalLM, packed as {packing_of(case)}")
+        found = inspect_model(tmp_path / case)
+        assert found.needs is not None
+        assert found.needs.weights_as_stored == plain.needs.weights_as_stored - 64 * 64 * (16 - bits) / 8
+        assert all(use.runs for use in found.types)
 
 
 def write(path: Path, architecture: str, kind: str) -> Path:
