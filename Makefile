@@ -1,5 +1,5 @@
 # make run    ask the demo model (PROMPT="..." asks that)
-# make test   all that a change must pass: linters, types, import rules, tests
+# make test   all that a change must pass: linters, types, import rules, tests (WORKERS=3 is for two cores)
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
@@ -23,6 +23,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Tests run the GPU kernels under its interpreter. A CUDA build of torch brings the version it was made with.
 TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
+# Processes that run the tests. A quarter of the time of these is waiting, so two cores have work for three. Each begins
+# in another folder (worksteal), so that some wait while others compute.
+WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -47,17 +50,17 @@ run: venv
 # alone; a failure that the second run does not show is still a fault to be found, and the first run's output names it.
 test: $(DEV_STAMP)
 	$(MAKE) --no-print-directory -j 2 check kernels
-	$(BIN)/python -m pytest -n 2 -q tests || \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q tests || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none tests; }
 
 test-wheel: $(DEV_STAMP)
-	$(BIN)/python -m tests.build_wheel.suite -n 2 $(ARGS)
+	$(BIN)/python -m tests.build_wheel.suite -n $(WORKERS) $(ARGS)
 
 soak: $(DEV_STAMP)
 	ENGINE_CORE_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m soak --timeout 1800 tests
 
 pythons:
-	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),-n 2 tests)
+	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),-n $(WORKERS) tests)
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)

@@ -20,8 +20,9 @@ from tests.preloaded.start import preloaded_starts
 # `make gpu` sets it to 0 and runs the tests that need a device.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# OpenMP's threads spin while they wait. Two pytest processes with torch on two cores spin in each other's way: 209
-# tests of models, beams and the CUDA executor took 46 s, and 25 s with short spins. Read when torch is imported.
+# OpenMP's threads spin while they wait, and several pytest processes with torch on two cores spin in each other's way.
+# So torch has one thread unless a test sets more, and those spin for a short time. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
 # numpy's BLAS starts a thread for each core when it is imported, a tenth of the time in which an engine, a server or a
