@@ -23,7 +23,7 @@ from ipc.options.resolved import ResolvedConfig
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.lab.traces.fleet import busiest_share, simulate_fleet
 from tools.lab.traces.formats import read_trace
-from tools.lab.traces.report import write_report
+from tools.lab.traces.report import read_report, write_report
 from tools.lab.traces.row import Making
 from tools.lab.traces.simulation import StepTime, simulate
 from tools.lab.traces.summary import Seconds, run_record, ttft_seconds
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         return _run_fleets(parsed, options)
     policies = [options["scheduling_policy"]] if "scheduling_policy" in options else get_args(SchedulingPolicy)
     making = Making(parsed.rate, parsed.burstiness, parsed.seed, parsed.tokenizer)
+    if parsed.report is not None:
+        read_report(parsed.report)  # what is wrong with it is said before the work is done
     records: list[dict[str, Any]] = []
     ttfts: dict[str, dict[str, Seconds]] = {}
     for path, time_scale in zip(parsed.files, _time_scales(parsed), strict=True):

@@ -30,6 +30,23 @@ _HEADINGS = (
 )
 
 
+def read_report(path: Path) -> tuple[str, str]:
+    """Return the text before the marks and the text after them. A file that is not there yet holds only the marks.
+
+    Errors: ConfigError if the file lacks the marks or cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the report {path} cannot be read: {error}") from error
+    parts = re.split(re.escape(BEGIN) + ".*?" + re.escape(END), text, flags=re.DOTALL)
+    if len(parts) != 2:
+        raise ConfigError(
+            f"{path} must hold the line {BEGIN!r} and after it {END!r} once; it does {len(parts) - 1} times"
+        )
+    return parts[0], parts[1]
+
+
 def write_report(
     path: Path, command: str, records: Sequence[Mapping[str, Any]], ttfts: Mapping[str, Mapping[str, Seconds]]
 ) -> None:
@@ -49,14 +66,11 @@ def write_report(
             END,
         ]
     )
+    before, after = read_report(path)
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else f"{BEGIN}\n{END}\n"
-        changed, count = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: body, text, flags=re.DOTALL)
-        if count != 1:
-            raise ConfigError(f"{path} must hold the line {BEGIN!r} and after it {END!r} once; it does {count} times")
         _write(picture, distribution_plot(ttfts, "time to first token, s"))
-        _write(path, changed)
-    except (OSError, UnicodeDecodeError) as error:
+        _write(path, f"{before}{body}{after}")
+    except OSError as error:
         raise ConfigError(f"the report cannot be written to {path}: {error}") from error
 
 
