@@ -11,6 +11,7 @@ from tests.captures import (
     capture_in_process,
 )
 from tests.fake_options import fake_options, with_options
+from tools.commands.replay.what_if import report
 from tools.lab.bench.tiny_model import write_tiny_model
 
 
@@ -45,6 +46,14 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in configs.items():
         capture_in_process(folder / name, config)
     return {"model": folder / "model", **{name: folder / name for name in configs}}
+
+
+@pytest.fixture(autouse=True)
+def few_spread_runs(monkeypatch: pytest.MonkeyPatch) -> int:
+    """What-ifs find their error bars in two runs. Return the number of users' runs, which took most of each test."""
+    before = report.NUM_SPREAD_RUNS
+    monkeypatch.setattr(report, "NUM_SPREAD_RUNS", 2)
+    return before
 
 
 @pytest.fixture

@@ -166,7 +166,8 @@ def test_the_unit_of_time_does_not_matter() -> None:
         assert time.weights / unit == pytest.approx(law, rel=0.02, abs=0.002)
 
 
-def test_noise_is_in_the_error_bar(tmp_path: Path) -> None:
+def test_noise_is_in_the_error_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_spread_runs: int) -> None:
+    monkeypatch.setattr("tools.commands.replay.what_if.report.NUM_SPREAD_RUNS", few_spread_runs)
     record(tmp_path / "a.cap", CONFIG, workload(), noise=0.5)
     report = what_if("", simulator(tmp_path / "a.cap"), parse_changes(["max_num_seqs=8,2", "watermark=0.01"]))
     same, fewer = report.changes
