@@ -50,8 +50,8 @@ class Carried:
         self.states = Copies([], [])  # recurrent states, one after the other
 
     def forget_copies(self) -> None:
-        """Drop all copies, because the blocks that they read have lost their content."""
-        self.out, self.within, self.back = Copies([], []), Copies([], []), Copies([], [])
+        """Drop all copies, because the blocks and states that they read have lost their content."""
+        self.out, self.within, self.back, self.states = (Copies([], []) for _ in range(4))
 
     def __bool__(self) -> bool:
         """Return whether there is anything to carry; usually there is not."""

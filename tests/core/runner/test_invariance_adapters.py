@@ -15,6 +15,7 @@ from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
 from ipc.options.speculation import SpeculativeConfig
+from ipc.wire.block_roots import PLAIN_ROOT
 from ipc.wire.messages import AddRequest
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.library import load_cpu_library
@@ -25,6 +26,7 @@ from tests.core.runner.invariance import (
     Run,
     difference,
     neighbours,
+    request,
     run,
     tiny_model,
     with_adapter,
@@ -161,3 +163,17 @@ def test_with_drafts_choices_and_logprobs() -> None:
         for more in ({"budget": 90}, {"speculative": ngram}):
             got = run(model, PROMPT, adapters=adapters, adapter=adapters.digests[1], **settings, **more)
             assert difference(got, alone) == "", (params, more)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_the_state_of_another_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch, *, is_planted: bool) -> None:
+    """If the prefix cache did not tell adapters apart, a prompt would start from a state that another one left."""
+    model, adapters = shelf("bfloat16", "gated delta")
+    if is_planted:
+        monkeypatch.setattr("core.batch.request.root_of_message", lambda message: PLAIN_ROOT)
+    own, other, _ = adapters.digests
+    settings: dict[str, Any] = {"adapters": adapters, "adapter": own, "max_loras": 2, "max_tokens": 4}
+    alone = run(model, PROMPT, prefix_caching=False, **settings)
+    got = run(model, PROMPT, first=[with_adapter(request(1, PROMPT, 3, 0.0), other)], **settings)
+    assert (got.num_cached_tokens > 0) == is_planted
+    assert (difference(got, alone) != "") == is_planted

@@ -75,6 +75,7 @@ class Gold:
         self.guess()
         batch = [r for r in self.running if r.n]
         self.b.name(batch)
+        self.keep(batch)
         self.policy.charge([r for r in batch if r not in self.starts])
         self.in_flight += [[(r, r.stay, r.advance(), r.drafts) for r in batch]] if batch else []
 
@@ -102,6 +103,9 @@ class Gold:
 
     def guess(self) -> None:
         """Give drafts; GoldWithDrafts does."""
+
+    def keep(self, batch: list[Entry]) -> None:
+        """Keep recurrent states of the step; GoldWithStates does."""
 
     def take(self, r: Entry, drafts: list[int], token: Callable[[int, int], int]) -> bool:
         """The row's sampled tokens, one and one more for each right draft; whether the last was among them."""
