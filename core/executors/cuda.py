@@ -12,9 +12,9 @@ from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import SharedBlocks
 from core.execution.token_budget import token_budget
-from core.executors.load import load
+from core.executors.load import load, load_drafting_model
 from core.executors.local import model_adapters
-from core.executors.run import caches_that_fit, runner_sizes
+from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
@@ -23,6 +23,10 @@ from core.models.step import ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows
 from core.runner.device_blocks import shared_device_blocks
+from core.runner.draft_blocks import num_spare_blocks
+from core.runner.drafter import Drafter
+from core.runner.hosted_model import HostedModel
+from core.runner.model_drafter import ModelDrafter
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.errors import OutOfMemoryError
@@ -60,11 +64,26 @@ class CudaExecutor:
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._overlaps = overlaps(config)
+        self._drafting = self._load_draft_model(config)
+        settings = config.speculative_config
+        self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded)
 
+    def _load_draft_model(self, config: EngineConfig) -> HostedModel | None:
+        model = load_drafting_model(config, self._loaded)
+        if model is None:
+            return None
+        assert isinstance(model, Llama), type(model)
+        assert isinstance(model.operations, TritonOperations), type(model.operations)
+        self._draft_memory = CudaMemory(model, model.operations, config)
+        return HostedModel(model, model.operations)
+
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks in memory_bytes."""
-        return memory_bytes // self._model.bytes_per_block(block_size)
+        """Return the number of blocks in memory_bytes. A draft model has as many blocks, and some extra ones."""
+        each = self._model.bytes_per_block(block_size)
+        of_draft = 0 if self._drafting is None else self._drafting.bytes_per_block(block_size)
+        num_spare = num_spare_blocks(self.memory.num_rows, self._num_drafts, block_size)
+        return num_blocks_in(memory_bytes, each, of_draft, num_spare)
 
     def cache_memory_bytes(self) -> int | None:
         """Return the bytes of GPU memory left for the KV cache; see CudaMemory. Errors: OutOfMemoryError."""
@@ -73,6 +92,7 @@ class CudaExecutor:
     def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         self.info = self._loaded.settle_length(config.max_model_len)
+        sizes = runner_sizes(config, self.info, self.grammars)
         with caches_that_fit():
             self.runner = CudaModelRunner(
                 self._model,
@@ -83,7 +103,8 @@ class CudaExecutor:
                 shares_blocks=not config.disable_cascade_attn,
                 adapters=self.adapters,
                 pooler=self._loaded.source.pooler,
-                **runner_sizes(config, self.info, self.grammars),
+                drafter=self._make_drafter(config.max_model_len, sizes),
+                **sizes,
             )
         if self.adapters is not None:
             shapes = AdaptedMatrices(self._model.config, self._operations).product_shapes
@@ -91,7 +112,9 @@ class CudaExecutor:
         if self._operations.device.type != "cuda":
             return
         with self.memory.fits():
-            self.memory.largest_step()  # compiles the kernels of prompts and of the sampler
+            self.memory.compile_steps()
+            if self._drafting is not None:
+                self._draft_memory.compile_steps()
             self.runner.capture_graphs(drafts=config.speculative_config is not None)
 
     @property
@@ -114,11 +137,24 @@ class CudaExecutor:
         If steps overlap, a step takes as long as the longer of the host's and the device's work. A step whose rows all
         have drafts takes the sum of both, because nothing overlaps with it.
         """
-        durations = self.runner.measure_steps()
+        durations, draft_ns = self.runner.measure_steps(), self.runner.measure_drafts()
         loop = self.runner.measure_loop() if self._overlaps else None
         if loop is None:
-            return StepCosts(durations)
+            return StepCosts(durations, draft_ns)
         return loop_costs(loop, durations, self.runner.measure_overlapping(durations))
+
+    def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
+        """Return the drafter for the draft model. Errors: MemoryError."""
+        if (drafting := self._drafting) is None:
+            return None
+        drafting.settle_length(min(max_model_len, drafting.max_model_len))
+        return ModelDrafter(
+            drafting,
+            num_rows=sizes["num_rows"],
+            num_blocks=sizes["num_blocks"],
+            block_size=sizes["block_size"],
+            num_drafts=self._num_drafts,
+        )
 
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so the time of one short step predicts nothing."""
@@ -165,6 +201,7 @@ class CudaMemory:
         #: The GPU's memory; 0 in Triton's interpreter, which computes in the host's.
         self.device_bytes = torch.cuda.mem_get_info(self._device)[1] if on_gpu else 0
         self._config = with_rows(config, self.device_bytes)
+        self.num_rows = self._config.max_num_seqs
 
     def cache_bytes(self) -> int | None:
         """Return the bytes that gpu_memory_utilization leaves after the weights and the largest step.
@@ -224,15 +261,26 @@ class CudaMemory:
         num_tokens = self._max_model_len() + 1
         return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
 
-    @torch.inference_mode()
     def largest_step(self) -> None:
-        """Run a step with all tokens of the budget, for as many requests as may run.
-
-        Its cache has only the null block.
-        """
-        model = self._model
+        """Run a step with all tokens of the budget, for as many requests as may run."""
         num_tokens = self._token_budget()
-        num_requests = min(most_alone(self._config), num_tokens)  # a draft has logits, like a request
+        self.run_step(num_tokens, min(most_alone(self._config), num_tokens))  # a draft has logits, like a request
+
+    def compile_steps(self) -> None:
+        """Run steps of 1, 2, 4, ... tokens and the largest one, which compiles the kernels of prompts and of samples.
+
+        How many tokens a step has, and how many logits, chooses the shapes of tiles, and each is a kernel of its own.
+        """
+        most, num_tokens = self._token_budget(), 1
+        while num_tokens < most:
+            self.run_step(num_tokens, min(most_alone(self._config), max(1, num_tokens // 2)))
+            num_tokens *= 2
+        self.largest_step()
+
+    @torch.inference_mode()
+    def run_step(self, num_tokens: int, num_requests: int) -> None:
+        """Run a step of the prompts of some requests, with logits and samples. Its cache has only the null block."""
+        model = self._model
         counts = np.full(num_requests, num_tokens // num_requests)
         counts[: num_tokens % num_requests] += 1
         block_size = self._config.block_size

@@ -13,7 +13,7 @@ from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states
 from core.executors.load import Loaded, load, load_drafting_model, load_new_weights
-from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
+from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.features.store import Features
 from core.grammars.grammars import model_grammars
 from core.model_files.loading import why_not_updated
@@ -87,11 +87,10 @@ class LocalExecutor:
         On a CPU the whole budget is for the cache, because a step's working memory is bounded and comparatively small.
         A draft model or head has as many blocks, and some extra ones.
         """
-        each, own = self._model.bytes_per_block(block_size) * max(1, self.info.kv_page_blocks), 0
-        if self._drafting is not None:
-            of_draft = self._drafting.bytes_per_block(block_size)
-            each, own = each + of_draft, of_draft * num_spare_blocks(self._max_num_seqs, self._num_drafts, block_size)
-        return max(0, memory_bytes - own) // each
+        each = self._model.bytes_per_block(block_size) * max(1, self.info.kv_page_blocks)
+        of_draft = 0 if self._drafting is None else self._drafting.bytes_per_block(block_size)
+        num_spare = num_spare_blocks(self._max_num_seqs, self._num_drafts, block_size)
+        return num_blocks_in(memory_bytes, each, of_draft, num_spare)
 
     def cache_memory_bytes(self) -> int | None:
         """Return None: there is no device with its own memory."""

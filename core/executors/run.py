@@ -36,6 +36,14 @@ def runner_sizes(config: ResolvedConfig, info: ModelInfo, grammars: Grammars) ->
     )
 
 
+def num_blocks_in(memory_bytes: int, each: int, of_draft: int = 0, num_spare: int = 0) -> int:
+    """Return the number of KV blocks of `each` bytes in memory_bytes.
+
+    of_draft: bytes of a draft model's block, of which there are as many, and num_spare more.
+    """
+    return max(0, memory_bytes - of_draft * num_spare) // (each + of_draft)
+
+
 @contextmanager
 def caches_that_fit() -> Iterator[None]:
     """Turn the MemoryError of a cache that does not fit into an OutOfMemoryError that names the options."""

@@ -20,6 +20,7 @@ from core.pooling.rows import Wanted
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_tables import DeviceLogits, DeviceTables
+from core.runner.drafter import Drafter, RanStep
 from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
@@ -146,13 +147,14 @@ class CudaModelRunner(ModelRunner):
         shares_blocks: bool = True,
         adapters: Adapters | None = None,
         pooler: Pooler | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
         only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
         structured_outputs; None = no request has them. shares_blocks: read blocks that all rows have in common once for
-        all of them; no bit depends on it. adapters, pooler: see ModelRunner.
+        all of them; no bit depends on it. adapters, pooler, drafter: see ModelRunner.
         Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
@@ -165,6 +167,7 @@ class CudaModelRunner(ModelRunner):
             grammars=grammars,
             adapters=adapters,
             pooler=pooler,
+            drafter=drafter,
         )
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
@@ -183,7 +186,7 @@ class CudaModelRunner(ModelRunner):
         """Return graphs, none captured yet, for decode steps of up to `num_tokens` tokens."""
         most_splits = ceil_div(self._tables.tokens.shape[1] - 1, SPLIT)
         width = self._llama.config.hidden_size
-        return DecodeGraphs(self._decode, self._device, num_tokens, width, most_splits=most_splits)
+        return DecodeGraphs(self.decode, self._device, num_tokens, width, most_splits=most_splits)
 
     @torch.inference_mode()
     def capture_graphs(self, *, drafts: bool) -> None:
@@ -295,6 +298,7 @@ class CudaModelRunner(ModelRunner):
             wanted = self.pooling.wanted(plan.rows, columns.num_tokens, columns.context_lens)
             states = self._llama.final_states(hidden, self._tables.send(wanted.tokens)) if len(wanted.tokens) else None
             pooling = wanted, None if states is None else self._receive(states)
+        assert self.drafter is None or self._pending is None or self._pending.is_done, "drafts need each step's tokens"
         self._pending = CudaStep(self._record_event(), partial(self._finish, plan, logprobs, sampled, pooling))
         return self._pending
 
@@ -317,7 +321,11 @@ class CudaModelRunner(ModelRunner):
             candidates = sampled.candidates
             failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
             sampled.tell(self._host)
-        drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
+        drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
+        if self.matchers:
+            drafts = self.matchers.drafts(plan.rows)
+        if self.drafter is not None:
+            drafts = self._with_guesses(self.drafter, RanStep(plan), drafts)
         pooled = None
         if pooling is not None:
             wanted, states = pooling
@@ -388,7 +396,7 @@ class CudaModelRunner(ModelRunner):
             hidden = self._forward(given, adapters)
         return hidden, logits_rows
 
-    def _decode(
+    def decode(
         self,
         rows: torch.Tensor,
         positions: torch.Tensor,

@@ -24,6 +24,11 @@ class CudaStep:
         self._event, self._finish = event, finish
         self._output: ModelRunnerOutput | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Return whether the step's output has been taken."""
+        return self._output is not None
+
     def result(self) -> ModelRunnerOutput:
         """Return the step's output. The first call waits for the device."""
         if self._output is None:

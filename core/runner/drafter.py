@@ -16,8 +16,9 @@ class RanStep(NamedTuple):
     """A step of the model whose sampled tokens are in the table."""
 
     plan: SchedulerOutput
-    inputs: StepInputs
-    result: StepResult
+    #: None: the step ran on a device, whose drafters read neither.
+    inputs: StepInputs | None = None
+    result: StepResult | None = None
 
 
 class Drafter(Protocol):

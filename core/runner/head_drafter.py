@@ -72,7 +72,9 @@ class HeadDrafter:
 
     def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
         """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
-        inputs, rows = step.inputs, step.inputs.rows
+        inputs = step.inputs
+        assert inputs is not None, "a head reads what the C kernels computed"
+        rows = inputs.rows
         counts = np.zeros(len(rows), np.int32)
         starts = inputs.context_lens - inputs.num_tokens
         known = table.num_tokens[rows]
@@ -112,11 +114,13 @@ class HeadDrafter:
         owners = np.arange(len(num_stored)).repeat(num_stored)
         places = np.arange(num_all) - (num_stored.cumsum() - num_stored).repeat(num_stored)
         positions, indices = starts[owners] + places, first[owners] + places
-        rows = step.inputs.rows[owners]
+        inputs = step.inputs
+        assert inputs is not None, "a head reads what the C kernels computed"
+        rows = inputs.rows[owners]
         token_ids = table.tokens.get(rows, positions + 1).astype(np.int64)
         for begin in range(0, num_all, _PIECE):
             part = slice(begin, begin + _PIECE)
-            taps, slots = _states_of(step, indices[part]), step.inputs.slots[indices[part]]
+            taps, slots = _states_of(step, indices[part]), inputs.slots[indices[part]]
             self._late.append(_Late(token_ids[part], taps, positions[part], slots))
             self._num_late += len(slots)
             if self._num_late >= _PIECE:

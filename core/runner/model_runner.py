@@ -137,12 +137,18 @@ class ModelRunner:
         if self.matchers and (self.states is None or self.states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
-            guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
-            drafts = guessed if drafts[0] is None else merged(drafts[0], drafts[1], *guessed)
+            drafts = self._with_guesses(self.drafter, RanStep(plan, inputs, result), drafts)
         candidates, self._candidates = self._candidates, None
         return ModelRunnerOutput(
             plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
         )
+
+    def _with_guesses(
+        self, drafter: Drafter, step: RanStep, forced: tuple[Int32s | None, Int32s]
+    ) -> tuple[Int32s, Int32s]:
+        """Return the drafts forced by grammars, and the drafter's for rows without any."""
+        guessed = drafter.propose(step, self.table, self.sampling)
+        return guessed if forced[0] is None else merged(forced[0], forced[1], *guessed)
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]

@@ -379,10 +379,15 @@ def _check_speculation(config: EngineConfig) -> None:
     settings, executor = config.speculative_config, config.executor
     if settings is None:
         return
-    if executor == "local" and config.device == "cuda" and settings.runs_model:
+    if executor == "local" and config.device == "cuda" and settings.runs_head:
         raise ConfigError(
             f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts need the C kernels; "
-            "on device=cuda use method='ngram' or 'suffix'"
+            "on device=cuda use method='draft_model', 'ngram' or 'suffix'"
+        )
+    if config.device == "cuda" and settings.runs_model and config.async_scheduling:
+        raise ConfigError(
+            f"async_scheduling=true: speculative_config method={settings.method!r} needs each step's tokens before the "
+            "next step: leave async_scheduling out"
         )
     if settings.runs_model and executor != "local":
         raise ConfigError(f"executor={executor!r} has no draft model; use executor='local'")

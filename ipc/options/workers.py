@@ -51,10 +51,15 @@ def master_address(config: EngineConfig) -> str:
 
 
 def overlaps(config: EngineConfig) -> bool:
-    """Return async_scheduling, with its default: steps overlap on a GPU."""
+    """Return async_scheduling, with its default: steps overlap on a GPU, unless a model there makes drafts."""
     if config.async_scheduling is None:
-        return config.executor == "local" and config.device == "cuda"
+        return config.executor == "local" and config.device == "cuda" and not drafts_by_model(config)
     return config.async_scheduling
+
+
+def drafts_by_model(config: EngineConfig) -> bool:
+    """Return whether a model in the executor makes drafts, for which it needs each step's tokens."""
+    return config.speculative_config is not None and config.speculative_config.runs_model
 
 
 def most_in_flight(config: EngineConfig) -> int:

@@ -51,12 +51,15 @@ def find_device() -> torch.device:
 
 def has_room(device: torch.device) -> bool:
     """Return whether a program may have the shared memory that the largest tiles take: on 8.0, 9.0, 10.0."""
-    return device.type == "cuda" and shared_memory(device.index) >= ROOM
+    return shared_memory(device) >= ROOM
 
 
 @cache
-def shared_memory(index: int) -> int:
-    """Return the bytes of shared memory available to a program on a device."""
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory available to a program on a device; 0 for the interpreter's."""
+    if device.type != "cuda":
+        return 0
+    index = device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 

@@ -65,6 +65,16 @@ def test_the_largest_step_runs(executor: CudaExecutor) -> None:
     executor.memory.largest_step()
 
 
+def test_steps_of_all_sizes_are_compiled_before_the_first_request(
+    executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shape of tiles of a product is a kernel of its own, and compiling one takes seconds."""
+    sizes: list[tuple[int, int]] = []
+    monkeypatch.setattr(executor.memory, "run_step", lambda *size: sizes.append(size))
+    executor.memory.compile_steps()
+    assert sizes == [(1, 1), (2, 1), (4, 2), (8, 3), (16, 3), (32, 3), (40, 3)]
+
+
 def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
     executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,7 +112,10 @@ def test_where_steps_overlap_those_alone_take_the_hosts_time_and_the_devices(
 ) -> None:
     overlapping = {(10, 12, 18): (7, 8, 15)}
     measured = SimpleNamespace(
-        measure_steps=lambda: (10, 12, 18), measure_loop=lambda: loop, measure_overlapping=overlapping.__getitem__
+        measure_steps=lambda: (10, 12, 18),
+        measure_drafts=lambda: 0,
+        measure_loop=lambda: loop,
+        measure_overlapping=overlapping.__getitem__,
     )
     executor.runner, executor._overlaps = measured, overlaps  # type: ignore[assignment]
     assert executor.measure_steps() == expected
