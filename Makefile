@@ -10,6 +10,7 @@
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make gpu-report  what an NVIDIA GPU that is there for minutes can tell, into .gpu; goes on where it was killed
+# make gpu-ahead  compiles kernels for that report on a machine without a GPU, into .gpu/triton
 # make arm    the kernels for ARM64 under QEMU (needs Debian's gcc-aarch64-linux-gnu and qemu-user; ARGS="..." for pytest)
 # make check  the same without the tests
 # make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
@@ -41,7 +42,8 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients page ray programs gpu gpu-report arm check kernels map venv clean
+.PHONY: run test test-wheel soak pythons clients page ray programs gpu gpu-report gpu-ahead arm check kernels map venv \
+	clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -83,7 +85,10 @@ gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
 
 gpu-report: $(DEV_STAMP)
-	TRITON_INTERPRET=0 $(BIN)/python -m tools.lab.bench.gpu.report .gpu $(ARGS)
+	TRITON_INTERPRET=0 TRITON_CACHE_DIR=.gpu/triton $(BIN)/python -m tools.lab.bench.gpu.report .gpu $(ARGS)
+
+gpu-ahead: $(DEV_STAMP)
+	TRITON_INTERPRET=0 TRITON_CACHE_DIR=.gpu/triton $(BIN)/python -m tools.lab.bench.gpu.compile_ahead $(ARGS)
 
 arm: $(DEV_STAMP)
 	$(BIN)/python -m tests.arm $(ARGS)

