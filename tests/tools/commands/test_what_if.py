@@ -36,6 +36,7 @@ from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.options import CHANGEABLE, changed, parse_changes
 from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.replay.what_if.report import Simulator, recorded_figures, what_if
+from tools.commands.replay.what_if.simulation import simulate
 from tools.commands.replay.what_if.step_time import FEATURES, FeatureWatcher, fit
 
 #: ns of one unit of each of FEATURES.
@@ -225,9 +226,8 @@ def test_an_engine_that_gets_stuck_is_told(tmp_path: Path, monkeypatch: pytest.M
     record(tmp_path / "a.cap", CONFIG, workload(5))
     base = simulator(tmp_path / "a.cap")
     monkeypatch.setattr("core.scheduling.scheduler.Scheduler.has_unfinished_requests", property(lambda self: True))
-    monkeypatch.setattr("tools.commands.replay.what_if.simulation._MAX_EMPTY_STEPS", 100)
     with pytest.raises(CaptureFileError, match="no request makes progress"):
-        base.run(CONFIG)
+        simulate(CONFIG, base.info, base.recording, base.time, most_empty_steps=100)
 
 
 @pytest.mark.parametrize(
