@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from engine_core import LLM, SamplingParams
+from engine_core import LLM, Pin, SamplingParams
 from ipc.errors import ConfigError, EngineStartError
+from tests.frontend.http.caller import wait_for
 from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
 from tools.commands.replay.__main__ import main as replay
 from tools.lab.bench.tiny_model import write_tiny_model
@@ -68,6 +69,26 @@ def test_blocks_outlive_the_engine_and_damage_is_computed_again(model: str, tmp_
         path.write_bytes(data)
     with LLM(model, **SIZES, kv_dir=folder) as llm:
         assert answers(llm) == first
+
+
+def test_a_pinned_prompt_is_kept_in_the_folder_until_its_time(model: str, tmp_path: Path) -> None:
+    """The files that a real engine writes for a pin have its time, also those that were written before it."""
+    folder, one = tmp_path / "kv", SamplingParams(max_tokens=1, temperature=0)
+    prompt, sizes = {"prompt_token_ids": list(range(5, 170))}, {**SIZES, "max_tenant_pinned_share": 0.7}
+    sizes |= {"max_pinned_share": 0.7, "kv_dir": folder}
+    with LLM(model, **sizes) as llm:
+        (output,) = llm.generate(prompt, one, use_tqdm=False, pins=[Pin("s", 3_600_000)])
+        assert output.pins[0].num_tokens == 160
+        wait_for_stored(llm, 20)
+    times = [path.stat().st_mtime - time.time() for path in (folder / "blocks").glob("*.kv")]
+    assert len(times) == 20
+    assert all(3000 < left <= 3600 for left in times)
+    with LLM(model, **sizes) as llm:
+        (again,) = llm.generate(prompt, one, use_tqdm=False, pins=[Pin("s", 3_600_000)])
+        assert (again.num_cached_tokens, again.pins[0].num_promised) == (160, 0)
+        assert again.outputs[0].token_ids == output.outputs[0].token_ids
+        llm.release_pin("s")
+        wait_for(lambda: all(path.stat().st_mtime <= time.time() for path in (folder / "blocks").glob("*.kv")))
 
 
 def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str, tmp_path: Path) -> None:
