@@ -29,6 +29,7 @@ ALLOWED = {
     "frontend/http/stored/batch_pages.py": "created_at",
     "frontend/http/stored/batch_runs.py": "expires_at, and the other times of a batch",
     "frontend/http/stored/conversation_pages.py": "created_at",
+    "frontend/http/stored/conversations.py": "when one was last changed",
     "frontend/http/stored/database.py": "the age of what is stored",
     "frontend/http/stored/file_pages.py": "created_at",
     "frontend/http/stored/files.py": "expires_at",

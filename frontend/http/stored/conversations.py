@@ -1,5 +1,6 @@
 """ConversationStore: the conversations of callers in the server's database: lists of items, one row each."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,7 +47,8 @@ class ConversationStore:
             with self.database.transaction():
                 self.database.check_use(conversation.tenant, len(content), most)
                 self._sql.execute(
-                    "INSERT INTO conversations VALUES (?, ?, ?, ?, ?)", (*row, content, digest_of(row, content))
+                    "INSERT INTO conversations VALUES (?, ?, ?, ?, ?, ?)",
+                    (*row, conversation.created, content, digest_of(row, content)),
                 )
                 self.append(conversation.id, conversation.tenant, items, most)
 
@@ -152,6 +154,8 @@ class ConversationStore:
                 self.database.check_use(tenant, len(content), most)
             row = (conversation_id, number, item["id"], tenant)
             self._sql.execute("INSERT INTO items VALUES (?, ?, ?, ?, ?, ?)", (*row, content, digest_of(row, content)))
+        changed = "UPDATE conversations SET changed = ? WHERE id = ?"
+        self._sql.execute(changed, (int(time.time()), conversation_id))
         self.database.note(tenant)
 
     def _has(self, conversation_id: str, item_id: str) -> bool:
@@ -162,18 +166,18 @@ class ConversationStore:
         row = self._sql.execute("SELECT * FROM conversations WHERE id = ?", (conversation_id,)).fetchone()
         if row is None or row[1] != tenant:
             raise HttpError(404, f"there is no conversation {conversation_id!r:.80}")
-        *columns, content, digest = row
-        if digest_of(tuple(columns), content) != digest:
+        own, (_, content, digest) = row[:3], row[3:]
+        if digest_of(own, content) != digest:
             raise damaged()
-        return Conversation(*columns, msgspec.msgpack.decode(content))  # type: ignore[call-arg]
+        return Conversation(*own, msgspec.msgpack.decode(content))  # type: ignore[call-arg]
 
     def _remove(self, conversation_id: str) -> None:
         self._sql.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
         self._sql.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
     def _purge(self, before: float) -> None:
-        """Remove some conversations that are too old."""
-        which = "SELECT id FROM conversations WHERE created < ? LIMIT ?"
+        """Remove some conversations to which nothing was added for too long."""
+        which = "SELECT id FROM conversations WHERE changed < ? LIMIT ?"
         for (conversation_id,) in self._sql.execute(which, (before, _EACH_PURGE)).fetchall():
             with self.database.transaction():
                 self._remove(conversation_id)

@@ -47,8 +47,8 @@ CREATE TABLE batches (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created INTEGER
 CREATE INDEX batches_of_tenant ON batches (tenant, created);
 CREATE INDEX running ON batches (input) WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling');
 CREATE TABLE conversations (id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created INTEGER NOT NULL,
-    content BLOB NOT NULL, digest BLOB NOT NULL);
-CREATE INDEX conversations_by_age ON conversations (created);
+    changed INTEGER NOT NULL, content BLOB NOT NULL, digest BLOB NOT NULL);
+CREATE INDEX conversations_by_age ON conversations (changed);
 CREATE TABLE items (conversation TEXT NOT NULL, number INTEGER NOT NULL, id TEXT NOT NULL, tenant TEXT NOT NULL,
     content BLOB NOT NULL, digest BLOB NOT NULL, UNIQUE (conversation, number), UNIQUE (conversation, id));
 CREATE TABLE uses (tenant TEXT PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from frontend.http.errors import HttpError
-from frontend.http.stored.conversations import ConversationStore
+from frontend.http.stored.conversations import Conversation, ConversationStore
 from frontend.http.stored.database import MIN_STORE_BYTES, ROW_BYTES, Database
 from frontend.http.stored.store import Content, Record, ResponseStore
 from ipc.errors import ConfigError
@@ -86,6 +86,34 @@ def test_old_responses_are_removed_but_not_before_what_continues_them(tmp_path: 
 
     using(tmp_path / "s", fill)
     using(tmp_path / "s", use, max_days=7)
+
+
+def test_a_conversation_is_kept_as_long_as_something_is_added(tmp_path: Path) -> None:
+    path, old = tmp_path / "s", int(time.time()) - 9 * 86_400
+
+    def with_conversations(use: Callable[[ConversationStore], Coroutine[Any, Any, Any]], max_days: float) -> None:
+        database = Database(str(path), MIN_STORE_BYTES, max_days)
+        try:
+            asyncio.run(use(ConversationStore(database)))
+        finally:
+            database.close()
+
+    async def fill(store: ConversationStore) -> None:
+        for name in ("silent", "used"):
+            await store.put(Conversation(name, "t", old, {}), [], _ALL)
+        await store.add("used", "t", [{"id": "i", "type": "message"}], _ALL)
+
+    async def use(store: ConversationStore) -> None:
+        assert (await store.get("used", "t")).created == old
+        await fails(store.get("silent", "t"), 404, "no conversation")
+
+    with_conversations(fill, 0)
+    change(path, "UPDATE conversations SET changed = created WHERE id = 'silent'")
+    with_conversations(use, 7)
+    change(path, "UPDATE items SET content = CAST(content || ' ' AS BLOB)")
+    with_conversations(lambda store: fails(store.history("used", "t", _LIMIT), 500, "damaged"), 0)
+    change(path, "UPDATE conversations SET tenant = 'other'")
+    with_conversations(lambda store: fails(store.get("used", "other"), 500, "damaged"), 0)
 
 
 def test_a_full_store_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
