@@ -119,6 +119,14 @@ class Stream:
         return "".join(self.texts)
 
 
+def test_the_page_needs_no_key_and_loads_no_model(many: Caller) -> None:
+    for path in ("/", "/page/page.js", "/page/page.css"):
+        assert many.get(path).status == 200
+    assert "loading" not in states(many).values()
+    able = {one["id"]: one["capabilities"] for one in post(many, "/v1/models", None, method="GET").json["data"]}
+    assert (able["a"], able["vectors"]) == (["completion", "tools"], ["embedding"])
+
+
 def test_models_of_several_kinds_are_loaded_on_request(many: Caller) -> None:
     assert set(states(many)) == {"a", "b", "vectors", "big", "absent"}
     assert chat(many, "first").json["model"] == "first"
