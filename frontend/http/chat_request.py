@@ -1,7 +1,8 @@
 """PreparedChat: a chat as requests to the engine, and the readers of its answers' text."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from frontend.calls.choose import has_special_marks, shows_tools
 from frontend.calls.constraint import Thought, constrain, forced_functions, read_allowed, read_functions
@@ -22,13 +23,16 @@ from frontend.http.pins import num_common
 from frontend.http.replies.thought_tokens import ThoughtTokens, thought_tokens
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
-from frontend.http.service import Service
-from frontend.images.chat_images import has_images
+from frontend.http.service import Service, tenant_of
+from frontend.images.chat_images import has_images, urls_to_fetch, with_files
 from frontend.session import PreparedRequest
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import text_of
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.pin_messages import Pin
+
+if TYPE_CHECKING:
+    from frontend.http.media.fetcher import MediaFetcher
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
@@ -80,7 +84,28 @@ async def prepare_chat(
             raise HttpError(400, _TOO_DEEP) from None
 
     is_long = has_images(body.messages) or service.brings_template(body.chat_template)
-    return await service.run(request, prepare, is_long=is_long)
+    media = service.shared.media
+    if media is None or service.engine.images is None or not (urls := urls_to_fetch(body.messages)):
+        return await service.run(request, prepare, is_long=is_long)
+    async with _with_fetched(media, urls, request, body):
+        return await service.run(request, prepare, is_long=is_long)
+
+
+@contextlib.asynccontextmanager
+async def _with_fetched(
+    media: "MediaFetcher", urls: Sequence[str], request: Request, body: ChatBody
+) -> AsyncIterator[None]:
+    """Within this context the images of these URLs are files in the body. Errors: InvalidRequestError, HttpError."""
+    messages = body.messages
+    async with media.fetched(urls, tenant_of(request)) as files:
+        num_bytes = sum(map(len, files.values()))
+        body.messages = with_files(messages, files)
+        request.num_stored_bytes += num_bytes
+        try:
+            yield
+        finally:
+            body.messages = messages
+            request.num_stored_bytes -= num_bytes
 
 
 def _add_system(service: Service, body: ChatBody) -> None:

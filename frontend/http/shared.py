@@ -2,12 +2,15 @@
 
 import os
 import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from frontend.http.callers.access_log import AccessLog
 from frontend.http.callers.keys import Key, KeyRing
 from frontend.http.callers.meter import HttpMeter
 from frontend.http.callers.quotas import Quotas
 from frontend.http.holdings import Holdings
+from frontend.http.media.domains import AllowedDomains
 from frontend.http.process.options import HttpOptions
 from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response
@@ -21,6 +24,9 @@ from frontend.http.stored.upload import Uploads
 from frontend.http.turns import Turns
 from frontend.text.request_templates import RequestTemplates
 from ipc.keys.signing import SigningKey
+
+if TYPE_CHECKING:
+    from frontend.http.media.fetcher import MediaFetcher
 
 #: A key may use one of so many parts of the store, unless the options or its own line say another number.
 _PARTS = 4
@@ -43,6 +49,7 @@ class Shared:
         self.quotas = Quotas()
         self.holdings = Holdings()
         self.templates = RequestTemplates() if options.allow_request_templates else None
+        self.media = _media_fetcher(options.allowed_media_domains)
         self.meter = HttpMeter()
         self.is_draining = False  # this server ends
         self._access_log = AccessLog(options.log_format) if options.access_log else None
@@ -66,3 +73,11 @@ class Shared:
         self.runs.close()
         if self.templates is not None:
             self.templates.close()
+
+
+def _media_fetcher(domains: Sequence[str]) -> "MediaFetcher | None":
+    if not domains:
+        return None
+    from frontend.http.media.fetcher import MediaFetcher  # needs the extra
+
+    return MediaFetcher(AllowedDomains(domains))

@@ -98,8 +98,8 @@ def image_bytes(url: str, name: str) -> bytes:
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma:
         raise InvalidRequestError(
-            f"{name}: an image's URL must be data:image/...;base64,...; got {url!r:.60}. No URL is fetched: send the "
-            "image itself"
+            f"{name}: an image's URL must be data:image/...;base64,...; got {url!r:.60}. Only an HTTP "
+            "server with --allowed-media-domains fetches URLs: send the image itself"
         )
     if len(data) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise InvalidRequestError(f"{name}: an image's file has at most {MAX_FILE_BYTES} bytes")

@@ -1,12 +1,16 @@
 """Images from LLM on: tokens are transformers', alone and in a batch, in chats, over HTTP and after a crash."""
 
 import base64
+import contextlib
+import http.server
 import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 IMAGES = [noise(100, 150, 1), noise(64, 64, 2), noise(200, 60, 3)]
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 700, "max_num_batched_tokens": 100}
+DOMAINS = ("--allowed-media-domains", "127.0.0.1")
 QUESTION = "What is <image> this?"
 
 
@@ -181,7 +186,10 @@ def test_over_http_and_from_the_command_line(folder: Path, llm: LLM, tmp_path: P
     message = {"role": "user", "content": [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": "What?"}]}
     (expected,) = tokens_of(llm.chat([message], GREEDY, use_tqdm=False))
     options = [word for name, value in OPTIONS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with serving("-m", str(folder), *options) as caller:
+    pages = folder / "pages"
+    pages.mkdir()
+    Image.fromarray(IMAGES[1]).save(pages / "a.png")
+    with files_at(pages) as port, serving("-m", str(folder), *options, *DOMAINS) as caller:
 
         def ask(url: str) -> Any:
             part = {"type": "image_url", "image_url": {"url": url}}
@@ -189,19 +197,28 @@ def test_over_http_and_from_the_command_line(folder: Path, llm: LLM, tmp_path: P
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 10, "temperature": 0}
             return caller.post("/v1/chat/completions", {**body, "return_token_ids": True})
 
-        answer = ask(url_of(IMAGES[1]))
-        assert answer.status == 200, answer.json
-        assert answer.json["choices"][0]["token_ids"] == expected
+        for url in (url_of(IMAGES[1]), f"http://127.0.0.1:{port}/a.png"):
+            answer = ask(url)
+            assert answer.status == 200, answer.json
+            assert answer.json["choices"][0]["token_ids"] == expected
+        refused = ask(f"http://localhost:{port}/a.png")
+        assert (refused.status, "does not name it" in refused.json["error"]["message"]) == (400, True)
         data = url_of(IMAGES[1]).split(",")[1]
         text = answer.json["choices"][0]["message"]["content"]
         block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
         chat = [{"role": "user", "content": [block, {"type": "text", "text": "What?"}]}]
         body = {"messages": chat, "max_tokens": 10, "temperature": 0}
         assert caller.post("/v1/messages", body).json["content"][0]["text"] == text
+        block["source"] = {"type": "url", "url": f"http://127.0.0.1:{port}/a.png"}
+        assert caller.post("/v1/messages", body).json["content"][0]["text"] == text
+        part = {"type": "input_image", "image_url": f"http://127.0.0.1:{port}/a.png"}
+        asked_for = [{"role": "user", "content": [part, {"type": "input_text", "text": "What?"}]}]
+        body = {"input": asked_for, "max_output_tokens": 10, "temperature": 0}
+        assert caller.post("/v1/responses", body).json["output"][0]["content"][0]["text"] == text
         parts = [{"type": "input_image", "image_url": url_of(IMAGES[1])}, {"type": "input_text", "text": "What?"}]
         asked = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 10, "temperature": 0}
         assert caller.post("/v1/responses", asked).json["output"][0]["content"][0]["text"] == text
-        for url in ("https://example.org/a.png", str(tmp_path / "a.png"), "file:///a.png"):
+        for url in (str(tmp_path / "a.png"), "file:///a.png"):
             refused = ask(url)
             assert refused.status == 400
             assert "must be data:image/" in refused.json["error"]["message"]
@@ -212,6 +229,23 @@ def test_over_http_and_from_the_command_line(folder: Path, llm: LLM, tmp_path: P
         assert done.returncode == 0, done.stderr
         text = llm.get_tokenizer().decode(expected, skip_special_tokens=True)
         assert _printable(done.stdout) == _printable(text) != ""
+
+
+@contextlib.contextmanager
+def files_at(folder: Path) -> Iterator[int]:
+    """Serve a folder's files on this machine; yield the port."""
+
+    class Files(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _printable(text: str) -> str:

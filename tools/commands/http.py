@@ -18,6 +18,7 @@ import uvloop
 from frontend.calls.choose import choose_form
 from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.callers.keys import digest_of, read_keys
+from frontend.http.media.domains import AllowedDomains
 from frontend.http.process.options import EXIT_CUT, HttpOptions
 from frontend.http.process.supervised_worker import SupervisedWorker
 from frontend.http.stored.database import MIN_STORE_BYTES, Database
@@ -140,6 +141,14 @@ def _add_key_options(group: argparse._ArgumentGroup) -> None:
         help="prefer ENGINE_CORE_API_KEY: others can see arguments",
     )
     group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
+    group.add_argument(
+        "--allowed-media-domains",
+        nargs="+",
+        default=[],
+        metavar="DOMAIN",
+        help="fetch images of http(s) URLs from these hosts: example.org, *.example.org, '*', 10.0.0.7, 10.0.0.0/8; "
+        "without it no URL is fetched",
+    )
 
 
 def _add_store_options(group: argparse._ArgumentGroup) -> None:
@@ -267,6 +276,20 @@ def read_store(path: str | None) -> str | None:
     return os.path.abspath(path)
 
 
+def read_media_domains(given: Sequence[str]) -> tuple[str, ...]:
+    """Return the hosts that images may be fetched from. Errors: ConfigError for what is no host, and without a client
+    for HTTP.
+    """
+    domains = tuple(one for text in given for one in text.split(",") if one)
+    AllowedDomains(domains)  # for its errors
+    if domains and (importlib.util.find_spec("httpcore2") is None or importlib.util.find_spec("anyio") is None):
+        raise ConfigError(
+            "--allowed-media-domains needs httpcore2 and anyio: pip install 'httpcore2[asyncio]', or engine-core with "
+            "its extra [media]"
+        )
+    return domains
+
+
 def _has_open_telemetry() -> bool:
     try:
         return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter") is not None
@@ -311,6 +334,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "checks_host": is_local and not is_unix(parsed.http),
         "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
         "allowed_origins": tuple(parsed.allowed_origins),
+        "allowed_media_domains": read_media_domains(parsed.allowed_media_domains),
         "enable_prompt_embeds": parsed.enable_prompt_embeds,
         "include_usage": parsed.enable_force_include_usage,
         "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`

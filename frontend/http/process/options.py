@@ -16,6 +16,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_connections: int = 20_000
     allow_request_templates: bool = False  # a chat template is a program
+    allowed_media_domains: tuple[str, ...] = ()  # from which images are fetched (frontend/http/media/domains.py)
     enable_prompt_embeds: bool = False  # take prompts that are matrices, which are as long as tokens times hidden
     include_usage: bool = False  # in every event of a stream, even if not requested
     tool_call_parser: str | None = (
