@@ -19,6 +19,7 @@ from core.models.config import ModelConfig
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
 from core.models.llama import Llama
 from ipc.errors import ConfigError, ModelFileError
+from ipc.files.gguf import read_gguf
 from ipc.files.safetensors import read_safetensors_folder
 from ipc.tables.arrays import Ints
 
@@ -34,6 +35,16 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 #: Tensors in an EAGLE-3 folder that are read elsewhere or not at all: t2d has the same information as d2t.
 _EAGLE3_REST = re.compile(r"(.*\.)?(d2t|t2d|rotary_emb\.inv_freq)|embed_tokens\.weight")
 _LAYER = "model.layers.0."
+#: Like MtpRow.names, for the names in the GGUF file of a model of one layer.
+_GGUF_NAMES = {
+    "blk.{layers}.nextn.eh_proj.": "blk.0.input_proj.",
+    "blk.{layers}.nextn.enorm.": "blk.0.token_layernorm.",
+    "blk.{layers}.nextn.hnorm.": "blk.0.hidden_layernorm.",
+    "blk.{layers}.nextn.shared_head_norm.": "output_norm.",
+    "blk.{layers}.nextn.shared_head_head.": "",
+    "blk.{layers}.nextn.embed_tokens.": "",
+    "blk.{layers}.": "blk.0.",
+}
 
 
 def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
@@ -58,18 +69,18 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     """
     _check_target(target, "mtp")
     model, row = target.config, ARCHITECTURES[target.config.architecture].mtp
-    if row is None or folder.suffix == ".gguf":
+    if row is None:
         raise _no_layer(folder)
     layer = _mtp_layer(model, row)
     config = HeadConfig(layer=layer, taps=(model.num_hidden_layers,), tap_width=model.hidden_size, mtp=row)
     shapes = head_shapes(config, layer_shapes(layer))
+    is_gguf = folder.suffix == ".gguf"
     if is_made_up:
-        settings = read_json_object(folder / "config.json")
-        text = settings.get("text_config")
-        if not (text if isinstance(text, Mapping) else settings).get(row.setting, row.default):
+        if not (_num_in_gguf(folder) if is_gguf else _num_in_folder(folder, row)):
             raise _no_layer(folder)
         return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target)
-    starts = {start.format(layers=model.num_hidden_layers): ours for start, ours in row.names.items()}
+    names = _GGUF_NAMES if is_gguf else row.names
+    starts = {start.format(layers=model.num_hidden_layers): ours for start, ours in names.items()}
 
     def our_name(name: str) -> str:
         start = next((start for start in starts if name.startswith(start)), "")
@@ -79,6 +90,18 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     if tensors is None:
         raise _no_layer(folder)
     return DraftHead(config, HeadWeights(tensors, None), target)
+
+
+def _num_in_folder(folder: Path, row: MtpRow) -> Any:
+    """Return what config.json says about the number of such layers."""
+    settings = read_json_object(folder / "config.json")
+    text = settings.get("text_config")
+    return (text if isinstance(text, Mapping) else settings).get(row.setting, row.default)
+
+
+def _num_in_gguf(path: Path) -> Any:
+    header = read_gguf(path)
+    return header.metadata.get(f"{header.metadata.get('general.architecture')}.nextn_predict_layers")
 
 
 def _mtp_layer(model: ModelConfig, row: MtpRow) -> ModelConfig:
@@ -99,7 +122,7 @@ def _no_layer(folder: Path) -> ConfigError:
     names = ", ".join(name for name, row in ARCHITECTURES.items() if row.mtp is not None)
     return ConfigError(
         f"speculative_config: method 'mtp' does not fit {folder}: it has no multi-token prediction layer; "
-        f"architectures with such a layer, in safetensors, are {names}"
+        f"architectures whose files may have such a layer are {names}"
     )
 
 

@@ -10,10 +10,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.core.models.checkpoints import build
+from tests.core.models.gguf_checkpoints import GGUF_CASES, converted, write_model
 
 
 class Family(NamedTuple):
@@ -100,6 +102,29 @@ class MtpModel:
         settings |= {self.family.setting: 1} if self.family.setting else {}
         (folder / "config.json").write_text(json.dumps(settings))
         return str(folder)
+
+    @torch.no_grad()
+    def write_gguf(self, path: Path) -> str:
+        """Write a file as llama.cpp's converter does: the layer follows the model's last one."""
+        index, count, kind = self.family.layer, self.model.config.num_hidden_layers, GGUF_CASES[self.family.case]
+        more = 1.0 if "qwen" in self.family.case else 0.0  # what the converter adds to norms
+        parts = {"eh_proj": self.fc, "enorm": self.token_norm.weight + more, "hnorm": self.state_norm.weight + more}
+        own = {f"blk.{count}.nextn.{name}.weight": tensor.contiguous() for name, tensor in parts.items()}
+        own[f"blk.{count}.nextn.shared_head_norm.weight"] = self.norm.weight + more
+        self.model.model.layers[index], before = self.layer, self.model.model.layers[index]
+        for name, tensor in converted(self.model, kind).items():
+            if name.startswith(f"blk.{index}."):
+                own[name.replace(f"blk.{index}.", f"blk.{count}.")] = tensor
+        self.model.model.layers[index] = before
+
+        def further(writer: gguf.GGUFWriter) -> None:
+            writer.kv_data[0].pop(f"{kind}.block_count")
+            writer.add_block_count(count + 1)
+            writer.kv_data[0].pop(f"{kind}.nextn_predict_layers", None)
+            writer.add_nextn_predict_layers(1)
+
+        write_model(path, self.model, kind, further, lambda tensors: tensors | own)
+        return str(path)
 
     @torch.no_grad()
     def check(self, tokens: list[int], drafts: list[int], tolerance: float = 2e-3) -> None:

@@ -124,7 +124,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     values, architecture = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
-    window = _window(values, architecture, values.integer("num_hidden_layers"))
+    window = _window(values, architecture, _num_layers(values, architecture))
     sliding, full = window.get("sliding_layers", ()), None
     if architecture.full_heads:
         full = without_lists(values, sliding)
@@ -190,12 +190,18 @@ def _own_sizes(
     changed = {} if latent is None else as_one_head(latent)
     if latent is None and values.get("value_length") not in (None, sizes["head_dim"]):
         values.refuse("value_length", f"only the head dimension {sizes['head_dim']} is")
-    if architecture.further_layers and values.get("num_nextn_predict_layers") not in (None, 0):
-        further, count = values.integer("num_nextn_predict_layers"), sizes["num_hidden_layers"]
-        if further >= count:
-            values.fail("num_nextn_predict_layers", f"must be less than {values.key('num_hidden_layers')}={count}")
-        changed["num_hidden_layers"] = count - further
-    return changed
+    return changed | {"num_hidden_layers": _num_layers(values, architecture)}
+
+
+def _num_layers(values: Values, architecture: Architecture) -> int:
+    """Return the number of layers without those for multi-token prediction, which come last."""
+    count = values.integer("num_hidden_layers")
+    if not architecture.may_predict or values.get("num_nextn_predict_layers") in (None, 0):
+        return count
+    further = values.integer("num_nextn_predict_layers")
+    if further >= count:
+        values.fail("num_nextn_predict_layers", f"must be less than {values.key('num_hidden_layers')}={count}")
+    return count - further
 
 
 def _dtype(header: GgufHeader, part: str) -> str:
@@ -216,7 +222,7 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
         absent = {"attn_logit_softcapping": 0.0}
     absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
     absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
-    absent = absent | ({} if architecture.further_layers else {"num_nextn_predict_layers": 0})
+    absent = absent | ({} if architecture.may_predict else {"num_nextn_predict_layers": 0})
     absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
     for setting, plain in absent.items():
         if values.get(setting) not in (None, plain):
@@ -337,15 +343,19 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
 
 
 def _sliding_layers(values: Values, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """Return the sliding layers. The setting is a number as in config.json, or one boolean per layer."""
+    """Return the sliding layers. The setting is a number as in config.json, or one boolean per layer.
+
+    Layers for multi-token prediction may have booleans, too.
+    """
     flags = values.get("sliding_window_pattern")
     if not isinstance(flags, list):
         return pattern_layers(
             values.integer("sliding_window_pattern", architecture.defaults["sliding_window_pattern"]), num_layers
         )
-    if len(flags) != num_layers or any(type(flag) is not bool for flag in flags):
+    counts = num_layers, values.integer("num_hidden_layers")
+    if len(flags) not in counts or any(type(flag) is not bool for flag in flags):
         values.fail("sliding_window_pattern", f"must be a number or {num_layers} booleans, got {flags!r:.80}")
-    return tuple(layer for layer, flag in enumerate(flags) if flag)
+    return tuple(layer for layer, flag in enumerate(flags[:num_layers]) if flag)
 
 
 # gguf_latent: the properties of latent attention in a GGUF file, as LatentParts.

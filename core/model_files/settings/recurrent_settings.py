@@ -79,6 +79,8 @@ def spread_heads(values: Values, architecture: Architecture) -> None:
     heads = values.get("num_key_value_heads")
     if architecture.recurrent == "gated delta" and not isinstance(heads, list):
         count, interval = values.integer("num_hidden_layers"), values.integer("full_attention_interval", 4)
+        if values.get("num_nextn_predict_layers") not in (None, 0):  # the last layers, which have attention
+            count -= values.integer("num_nextn_predict_layers")
         values.values = {**values.values, _LAYERS: tuple(n for n in range(count) if (n + 1) % interval)}
         return
     if architecture.recurrent is None or not isinstance(heads, list):

@@ -116,7 +116,10 @@ def gguf_name(name: str, config: ModelConfig) -> str:
 
 def is_of_further_layer(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor in a file belongs to a layer after the last one, which this architecture may have."""
-    if config.encoder is not None or not ARCHITECTURES[config.architecture].further_layers:
+    if config.encoder is not None:
+        return False
+    row = ARCHITECTURES[config.architecture]
+    if not (row.may_predict if name.startswith("blk.") else row.further_layers):
         return False
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
     return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= config.num_hidden_layers)

@@ -129,14 +129,16 @@ def load_further_layer(
 ) -> Iterator[tuple[str, Weight]] | None:
     """Return an iterator over (name, weight) for every name in shapes, like load_weights(); None without such tensors.
 
-    config: of a model of one layer like this one. our_name: returns the name that a tensor would have in this model's
-    folder, and "" for those that do not belong to the layer. Errors: those of load_weights().
+    folder: or a GGUF file. config: of a model of one layer like this one. our_name: returns the name that a tensor
+    would have in this model's folder or file, and "" for those that do not belong to the layer. Errors: those of
+    load_weights().
     """
-    tensors = _folder_tensors(folder)
+    is_gguf = folder.suffix == ".gguf"
+    tensors = _gguf_tensors(folder) if is_gguf else _folder_tensors(folder)
     found = {ours: stored for name, stored in tensors.items() if (ours := our_name(name))}
     if not found:
         return None
-    plan, rest = _plan_tensors(found, config, shapes, folder)
+    plan, rest = (_plan_gguf_tensors if is_gguf else _plan_tensors)(found, config, shapes, folder)
     for name, stored in rest.items():
         if not _HARMLESS.fullmatch(name) and not (config.packing != "none" and name.endswith(UNUSED_KINDS)):
             raise UnsupportedModelError(
@@ -166,13 +168,21 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    found = unstacked(by_halves(like_others(_gguf_tensors(path), config)), by_head=config.qk_norm_by_head)
-    plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
-    _check_rest(found, config)
+    plan, rest = _plan_gguf_tensors(_gguf_tensors(path), config, expected_shapes(config), path)
+    _check_rest(rest, config)
+    return plan
+
+
+def _plan_gguf_tensors(
+    tensors: Mapping[str, StoredTensor], config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> tuple[Mapping[str, StoredTensor | PackedTensor], dict[str, StoredTensor]]:
+    """Return the weights with these shapes from a GGUF file's tensors, in the kernels' order, and the other tensors."""
+    found = unstacked(by_halves(like_others(tensors, config)), by_head=config.qk_norm_by_head)
+    plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in shapes.items()}
     if config.encoder is not None:
-        return plan
+        return plan, found
     row = ARCHITECTURES[config.architecture]
-    return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
+    return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads), found
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:

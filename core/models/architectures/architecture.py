@@ -199,3 +199,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: stands for the expert's number; a name that ends with * is one tensor for all experts.
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
     gguf_names: Mapping[str, str] = msgspec.field(default_factory=dict)
+
+    @property
+    def may_predict(self) -> bool:
+        """Return whether a GGUF file may have layers for multi-token prediction after the last layer."""
+        return self.further_layers or self.mtp is not None

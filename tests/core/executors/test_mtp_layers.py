@@ -1,6 +1,7 @@
 """method mtp for each family of models with such a layer: drafts are transformers' layer's, and no token changes."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,6 +14,7 @@ from core.runner.head_drafter import HeadDrafter
 from ipc.wire.messages import AddRequest
 from tests.core.driving import add_message
 from tests.core.executors.test_draft_head import GREEDY, NoPause, config_of, run
+from tests.core.models.gguf_checkpoints import GGUF_CASES
 from tests.core.mtp_models import FAMILIES, MtpModel
 from tests.core.runner.heard import Heard
 
@@ -21,6 +23,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 22}
 #: Of MtpModel: with it, layers for multi-token prediction are right in about two thirds of the places.
 SHARE = 0.01
+
+
+IN_GGUF = [family for family, own in FAMILIES.items() if own.case in GGUF_CASES]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,20 @@ def test_drafts_are_those_of_the_layer_and_no_token_changes(models: Any, family:
         reference.check(tokens, drafts)
     assert len(heard) > 100
     assert stats.num_draft_tokens > 5
+
+
+@pytest.mark.parametrize("family", IN_GGUF)
+def test_layers_of_gguf_files_draft_what_those_of_folders_do(models: Any, family: str, tmp_path: Path) -> None:
+    reference, _ = models(family)
+    path = reference.write_gguf(tmp_path / "model.gguf")
+    plain, _, _ = run(config_of(path, None, **OPTIONS), num_requests=4)
+    tokens, stats, heard = run(config_of(path, "mtp", **OPTIONS), GREEDY, 4)
+    assert run(config_of(path, "mtp", **OPTIONS), num_requests=4)[0] == plain
+    for known, drafts in heard[:: len(heard) // 8]:
+        reference.check(known, drafts)
+    assert len(heard) > 50
+    assert stats.num_draft_tokens > 5
+    assert tokens
 
 
 # --- a prompt again, among others ------------------------------------------------------------------------------------
