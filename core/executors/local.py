@@ -121,8 +121,12 @@ class LocalExecutor:
         cache, host, states = self.runner.cache, self.runner.swap_cache, self.runner.states
         if host is None:
             return None
+        own, on_host, layout = [*cache.memory], [*host.memory], host.layout
+        if isinstance(head := self.runner.drafter, HeadDrafter):  # then blocks have its K and V, too
+            own, on_host = [*own, *head.memory], [*on_host, *head.memory_on_host]
+            layout = f"{layout} draft head: {head.layout}"
         of_states = None if states is None else BlockMemory([states.states])
-        return SharedBlocks(BlockMemory(cache.memory), BlockMemory(host.memory), host.layout, of_states)
+        return SharedBlocks(BlockMemory(own), BlockMemory(on_host), layout, of_states)
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
         """Return the drafter for this executor's draft model or head. Errors: MemoryError."""
@@ -131,7 +135,8 @@ class LocalExecutor:
         num_rows, num_blocks, block_size = sizes["num_rows"], sizes["num_blocks"], sizes["block_size"]
         own = {"num_rows": num_rows, "num_blocks": num_blocks, "block_size": block_size, "num_drafts": self._num_drafts}
         if isinstance(drafting, DraftHead):
-            return HeadDrafter(drafting, **own, num_swap_blocks=sizes["num_swap_blocks"])
+            is_late = not self._config.kv_stores  # which read blocks between steps
+            return HeadDrafter(drafting, **own, num_swap_blocks=sizes["num_swap_blocks"], is_late=is_late)
         drafting.settle_length(min(max_model_len, drafting.max_model_len))
         return ModelDrafter(drafting, **own)
 

@@ -8,6 +8,7 @@ If requests share a block, K and V at its last position may come from another re
 draft, but never changes a token.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from core.runner.drafter import RanStep
 from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
 from kernels.cpu.decoder import DecoderResult
+from kernels.elements import Numbers
 
 #: The most tokens whose K and V are computed at once: it bounds the memory for hidden states.
 _PIECE = 256
@@ -48,15 +50,34 @@ class HeadDrafter:
         block_size: int,
         num_drafts: int,
         num_swap_blocks: int = 0,
+        is_late: bool = True,
     ) -> None:
-        """Allocate the caches. num_drafts: the most drafts per row. Errors: MemoryError."""
+        """Allocate the caches. num_drafts: the most drafts per row. Errors: MemoryError.
+
+        is_late: K and V may be computed steps later. If not, blocks can be read between steps.
+        """
         self.head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
         self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
         self._swap_cache = head.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
-        self._pause = DraftPause()
+        self._pause, self._is_late = DraftPause(), is_late
         self._late: list[_Late] = []
         self._num_late = 0  # tokens
+
+    @property
+    def memory(self) -> Sequence[Numbers]:
+        """Return the arrays with K and V, by the numbers of the model's blocks."""
+        return self._cache.memory
+
+    @property
+    def memory_on_host(self) -> Sequence[Numbers]:
+        """Return the same of blocks on the host."""
+        return () if self._swap_cache is None else self._swap_cache.memory
+
+    @property
+    def layout(self) -> str:
+        """Describe how K and V of a block are arranged."""
+        return self._cache.layout
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Copy the blocks that the plan copies, in the plan's order."""
@@ -86,7 +107,7 @@ class HeadDrafter:
         drafting = np.flatnonzero(drafts)
         first = inputs.num_tokens.cumsum() - inputs.num_tokens
         self._keep(step, table, starts, first, num_kept - drafts)
-        if len(drafting) and self._late:
+        if self._late and (len(drafting) or not self._is_late):
             self._store_late()
         self._pause.offer(bool(len(drafting)))
         if not len(drafting):

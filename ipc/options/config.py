@@ -368,9 +368,10 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
         if has_workers:
             raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
         speculation = config.speculative_config
-        if speculation is not None and (speculation.runs_model or speculation.runs_head):
+        if speculation is not None and speculation.runs_model and speculation.method != "mtp":
             raise ConfigError(
-                f"{name} does not support the blocks of a draft model: leave out {name}, or use method='ngram'"
+                f"{name} does not support the blocks of another model that drafts: leave out {name}, or use method "
+                "'mtp', 'ngram' or 'suffix'"
             )
 
 

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from core.engine import EngineCore
+from core.execution.plan import SchedulerOutput
 from core.executors.local import LocalExecutor
+from core.runner.draft_pause import DraftPause
 from core.runner.head_drafter import HeadDrafter
+from core.tiers.block_folder import BlockFolder
+from core.tiers.block_store import BlockStore, StateContents
+from core.tiers.connector import Tier
+from core.tiers.portable_names import PortableNames
+from ipc.tables.arrays import Int32s
 from ipc.wire.messages import AddRequest
 from tests.core.driving import add_message
 from tests.core.executors.test_draft_head import GREEDY, NoPause, config_of, run
@@ -125,6 +132,67 @@ def probe(folder: str, methods: list[str], num_probes: int, seed: int) -> int:
 @pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3"])
 def test_a_prompt_again_has_the_same_tokens_and_logits(models: Any, family: str) -> None:
     assert probe(models(family, SHARE)[1], ["mtp", "ngram"], 5, 1) > 0
+
+
+# --- blocks in files -------------------------------------------------------------------------------------------------
+
+
+class Paused(DraftPause):
+    def begins(self, plan: SchedulerOutput) -> bool:
+        return True
+
+
+class Turns:
+    """An engine with a folder of KV blocks, and its store; what it is asked, it answers alone."""
+
+    def __init__(self, folder: str, kv_dir: Path) -> None:
+        self.engine = engine_of(folder, "mtp", kv_dir=str(kv_dir), num_host_blocks=64, max_model_len=200)
+        scheduler, shared = self.engine.scheduler, self.engine.pipeline._executor.shared_blocks  # type: ignore[attr-defined]
+        assert scheduler.exchange is not None
+        self.exchange, kept, blocks = scheduler.exchange, scheduler.batch.kept_states, BlockFolder(str(kv_dir), 2**30)
+        names, tiers = PortableNames(blocks.key, shared.layout, 8), [Tier("kv_dir", blocks, is_near=True)]
+        contents, beside = scheduler.pool.names.content, None if kept is None else StateContents(kept)
+        self.store = BlockStore(tiers, names, shared, contents, self.exchange.evictions, beside=beside)
+        self.drafts: list[list[int]] = []
+        self.drafter = drafter = self.engine.pipeline._executor.runner.drafter  # type: ignore[attr-defined]
+        propose = drafter.propose
+
+        def heard(*arguments: Any) -> tuple[Int32s, Int32s]:
+            counts, token_ids = propose(*arguments)
+            self.drafts += [token_ids.tolist()] if len(token_ids) else []
+            return counts, token_ids
+
+        drafter.propose = heard
+
+    def ask(self, asked: AddRequest) -> Answer:
+        heard, inbox = Heard(asked.number, len(asked.prompt_token_ids) // 4), [(0, asked)]
+        while inbox or self.engine.has_work:
+            heard.take(self.engine.step(inbox, 0))
+            inbox = [(0, one) for one in map(self.store.carry_out, self.engine.take_orders()) if one is not None]
+            while self.store.has_unsaved:
+                inbox += [(0, one) for one in (self.store.save_one(),) if one is not None]
+        (logits,) = heard.logprobs.values()
+        return Answer(heard.tokens[asked.number, 0], repr(vars(logits)))
+
+
+@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3"])
+def test_blocks_in_files_have_the_layers_k_and_v(models: Any, family: str, tmp_path: Path) -> None:
+    """The next turn at an engine that has only the folder: the same drafts as where all is computed."""
+    folder, rng = models(family)[1], np.random.default_rng(3)
+    prompt = np.resize(rng.integers(3, 300, 60), 100).tolist()
+    first = add_message(1, prompt, 8, logprobs=2)
+    second = add_message(2, [*prompt, *rng.integers(3, 300, 20).tolist()], 40, logprobs=2)
+    alone, giver = Turns(folder, tmp_path / "alone"), Turns(folder, tmp_path / "kv")
+    giver.drafter._pause = Paused()  # K and V are not needed for drafts then
+    giver.ask(first)
+    giver.store.close()
+    taker = Turns(folder, tmp_path / "kv")
+    assert taker.ask(second) == alone.ask(second)
+    assert taker.exchange.num_fetched > 0 == alone.exchange.num_fetched
+    assert taker.drafts == alone.drafts
+    assert len(alone.drafts) > 20
+    for one in (alone, taker):
+        one.store.close()
 
 
 @pytest.mark.soak
