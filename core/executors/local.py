@@ -276,4 +276,7 @@ def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
             "(prompt_embeds, images): use method ngram or suffix"
         )
     most = config.limit_mm_per_prompt.get("image")
-    return Features(model.config.hidden_size, loaded.source.vision, refusal, max_images=most)
+    takes_rows = model.config.per_layer is None
+    if not takes_rows and loaded.source.vision is None:
+        return None
+    return Features(model.config.hidden_size, loaded.source.vision, refusal, max_images=most, takes_rows=takes_rows)

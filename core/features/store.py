@@ -75,7 +75,8 @@ class Features:
     """One engine's features; a Preparer (core/border/preparation.py). All methods may be called from any thread.
 
     width: numbers per row. encoder: None = images are not supported. refusal: why requests may not have features; "" =
-    they may. max_images: of one prompt, for clients to obey; None = no limit.
+    they may. max_images: of one prompt, for clients to obey; None = no limit. takes_rows: whether prompt_embeds may be
+    given.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Features:
         max_cached_bytes: int = MAX_CACHED_BYTES,
         *,
         max_images: int | None = None,
+        takes_rows: bool = True,
     ) -> None:
         self._width, self.encoder, self._refusal = width, encoder, refusal
-        self._max_cached_bytes, self._max_images = max_cached_bytes, max_images
+        self._max_cached_bytes, self._max_images, self._takes_rows = max_cached_bytes, max_images, takes_rows
         self._lock = threading.Lock()  # for everything below
         #: What each client has put, by digest, oldest first. A text says why it is not accepted.
         self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
@@ -232,6 +234,10 @@ class Features:
         if min(shape, default=0) < 1 or len(shape) > _MAX_DIMENSIONS or num_bytes(kind, shape) != len(feature.data):
             raise InvalidRequestError(f"a feature of shape {shape} of {kind} has {len(feature.data)} bytes")
         if kind == EMBEDS:
+            if not self._takes_rows:
+                raise InvalidRequestError(
+                    "this model takes no prompt_embeds: its layers have inputs of their own, made of token ids"
+                )
             if len(shape) != 2 or shape[1] != self._width:
                 raise InvalidRequestError(f"prompt_embeds must have the shape [tokens, {self._width}]; got {shape}")
             return shape[0]

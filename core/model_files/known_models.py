@@ -11,6 +11,7 @@ from core.model_files.settings.text_part import TEXT_PARTS
 from core.models.architectures.architecture import Architecture
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.architectures.encoder_architectures import ENCODERS
+from core.models.architectures.grid_architectures import GRID_ARCHITECTURES
 from core.models.architectures.vision_architectures import VISION_ROWS
 
 #: Name in config.json's architectures, or an encoder's stem -> published models.
@@ -129,6 +130,7 @@ def _decoders() -> Iterator[KnownModel]:
 
 def _with_images() -> Iterator[KnownModel]:
     seen = {name: row.text_architecture for row in VISION_ROWS for name in row.names}
+    seen |= {name: TEXT_PARTS[name][0] for name in GRID_ARCHITECTURES}
     for name, text in {**{name: texts[0] for name, texts in TEXT_PARTS.items()}, **seen}.items():
         row = ARCHITECTURES[text]
         yield _entry(name, row, _files(row) if name in seen else "safetensors", images=name in seen)

@@ -29,6 +29,7 @@ from core.models.operations.weight_form import WeightForm, best_form
 from core.models.parts.rank import Rank
 from core.models.parts.stage import Stage
 from core.models.parts.stage_llama import StageLlama
+from core.models.pooled_encoder import PooledEncoder
 from core.models.vision_encoder import VisionEncoder
 from core.pooling.pooler import Pooler
 from ipc.errors import ConfigError
@@ -63,7 +64,7 @@ class LoadedModel(NamedTuple):
     pooler: Pooler | None = None  # for a model that pools and therefore generates no tokens
     encoder: EncoderParts | None = None  # for an encoder
     sees_all: bool = False  # tokens see the whole prompt, in an encoder or another model
-    vision: VisionEncoder | GridEncoder | None = None  # for a model with images
+    vision: VisionEncoder | GridEncoder | PooledEncoder | None = None  # for a model with images
 
 
 def load_model(
@@ -282,7 +283,7 @@ def _stats(path: Path) -> list[os.stat_result]:
 
 def _vision(
     source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
-) -> VisionEncoder | GridEncoder | None:
+) -> VisionEncoder | GridEncoder | PooledEncoder | None:
     """Return the model's vision encoder, or None if it has none or its text model does not read features.
 
     source: see open_vision().
@@ -298,7 +299,8 @@ def _vision(
     if isinstance(parts, GridParts):
         if (most := config.image_max_pixels) is not None:
             parts = msgspec.structs.replace(parts, max_rows=max(1, min(parts.max_rows, most // parts.unit**2)))
-        return GridEncoder(parts, width, weights, dtype, library=library)
+        kind = GridEncoder if parts.pooled is None else PooledEncoder
+        return kind(parts, width, weights, dtype, library=library)
     if config.image_max_pixels is not None:
         raise ConfigError(f"image_max_pixels: images of {source} have one size: leave it out")
     return VisionEncoder(parts, width, weights, dtype, library=library)

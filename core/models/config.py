@@ -88,6 +88,7 @@ class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
 
     width: int
     vocab_size: int  # tokens that have such inputs: at least those of the model
+    given_id: int = 0  # the token whose rows of the table the tokens of images have
 
 
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.models.grid_images import GridImages
 from core.models.grid_parts import GridActivation, GridParts
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import Weight
 from core.models.parts.weight_parts import WeightParts
-from core.models.pixel_values import pixel_values
 from core.models.vision_encoder import sizes_of
-from ipc.errors import InvalidRequestError
 from ipc.tables.arrays import Floats, Ints, UInt8s
 from kernels.cpu.attention_plan import AttentionPlan, AttentionPlanner
 from kernels.cpu.decoder import CpuDecoder
@@ -31,7 +30,7 @@ from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.kv_cache import MixedKVCache
 from kernels.rotary import rotary_frequencies
 
-_BLOCK = 16  # tokens per KV block; each window has its own blocks
+BLOCK_TOKENS = 16  # tokens per KV block; each window has its own blocks
 
 
 class Merger(NamedTuple):
@@ -46,7 +45,7 @@ class Merger(NamedTuple):
         return rows
 
 
-class _Runs(NamedTuple):
+class Runs(NamedTuple):
     """Runs of patches that see each other: a whole image, or its windows. Each has its own blocks."""
 
     lengths: Ints  # [n]
@@ -54,10 +53,8 @@ class _Runs(NamedTuple):
     blocks: Ints  # [n, most blocks] int32
 
 
-class GridEncoder:
+class GridEncoder(GridImages):
     """The weights and the forward pass of one encoder; an ImageEncoder (core/features/store.py)."""
-
-    any_size, sees_whole = True, False
 
     def __init__(
         self,
@@ -69,8 +66,8 @@ class GridEncoder:
         library: CpuLibrary,
     ) -> None:
         """Pack the weights. hidden_size: the text model's. weights: as in grid_shapes(), preferably in its order."""
-        self.parts, self._dtype, self._library = parts, dtype, library
-        self.image_size, self.num_rows = parts.unit, parts.max_rows
+        super().__init__(parts)
+        self._dtype, self._library = dtype, library
         self.width = hidden_size * (1 + len(parts.deep_layers))
         files = WeightParts(weights)
         tokens = parts.max_rows * parts.merge_size**2
@@ -91,10 +88,9 @@ class GridEncoder:
         ]
         if count:
             self._decoder.tap([layer + 1 for layer in parts.deep_layers])
-        self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
         heads = parts.num_attention_heads
         self._planners = [AttentionPlanner(library, heads, heads, is_causal=False) for _ in self._kinds]
-        self._cache: CpuKVCache | MixedKVCache = operations.allocate_cache(2, _BLOCK)
+        self._cache: CpuKVCache | MixedKVCache = operations.allocate_cache(2, BLOCK_TOKENS)
 
     @property
     def _kinds(self) -> tuple[bool, ...]:
@@ -167,59 +163,31 @@ class GridEncoder:
         """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
-    def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return (rows, columns of their grid) of an image of this shape. Errors: InvalidRequestError."""
-        unit, most = self.parts.unit, self.parts.max_rows
-        if len(shape) != 3 or shape[2] != 3 or shape[0] % unit or shape[1] % unit:
-            expected = f"[height, width, 3] with multiples of {unit}"
-            raise InvalidRequestError(f"images for this model must have the shape {expected}; got {list(shape)}")
-        rows, columns = shape[0] // unit, shape[1] // unit
-        if rows * columns > most:
-            raise InvalidRequestError(
-                f"an image of {shape[1]} x {shape[0]} pixels has {rows * columns} rows for this model; at most {most} "
-                "are allowed"
-            )
-        return rows * columns, columns
-
-    def pixel_bytes(self, num_rows: int) -> int:
-        """Return the bytes of the pixels of an image with so many rows."""
-        return 3 * self.parts.unit**2 * num_rows
-
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
         parts, merge = self.parts, self.parts.merge_size
-        height, width = pixels.shape[0] // parts.patch_size, pixels.shape[1] // parts.patch_size
-        places = _places(height, width, merge)
+        places, (height, width) = self.places_of(pixels)
         order = np.arange(len(places) // merge**2)
-        runs = [_runs(np.array([len(places)]))]
+        runs = [runs_of(np.array([len(places)]))]
         if parts.window:
             order, lengths = _windows(height // merge, width // merge, parts.window)
-            runs.append(_runs(lengths * merge**2))
+            runs.append(runs_of(lengths * merge**2))
         patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
         places = places[patches]
-        given = to_floats(self._patches(rounded(self._cut(pixels)[patches], self._dtype)))
+        given = to_floats(self._patches(rounded(self.cut(pixels)[patches], self._dtype)))
         if self._table is not None:
             given = given + stretched(self._table, parts.positions_per_side, places, (height, width))
         rows = np.empty((len(order), self.width), np.float32)
         rows[order] = self._run(np.ascontiguousarray(given), places, runs)
         return rows
 
-    def _cut(self, pixels: UInt8s) -> Floats:
-        """Return the numbers [patches, patch_numbers] of an image, in the order of the rows that they become."""
-        parts, merge, side = self.parts, self.parts.merge_size, self.parts.patch_size
-        rows, columns = pixels.shape[0] // parts.unit, pixels.shape[1] // parts.unit
-        cut = pixels.reshape(rows, merge, side, columns, merge, side, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-        cut = np.broadcast_to(cut[:, :, :, :, :, None], (*cut.shape[:5], parts.frames, side, side))
-        values: Floats = self._pixels[np.arange(3)[:, None, None, None], cut]
-        return values.reshape(-1, parts.patch_numbers)
-
-    def _run(self, given: Floats, places: Ints, runs: Sequence[_Runs]) -> Floats:
+    def _run(self, given: Floats, places: Ints, runs: Sequence[Runs]) -> Floats:
         """Return the rows [n, width] of patches [patches, hidden] at these places [patches, 2]."""
         count, joined = len(given), self.parts.joined_size
         self._reserve(max(int(run.blocks.max()) for run in runs) + 1)
         work: list[AttentionPlan] = []
         for planner, run in zip(self._planners, runs, strict=True):
-            work.append(planner(run.lengths, run.lengths, run.blocks, _BLOCK))
+            work.append(planner(run.lengths, run.lengths, run.blocks, BLOCK_TOKENS))
         if len(work) > 1:
             work[1].has_window_slots = True
         index, nothing = np.arange(count), np.zeros(0, np.int64)
@@ -248,15 +216,7 @@ class GridEncoder:
     def _reserve(self, num_blocks: int) -> None:
         """Have a cache of at least this many blocks, for the K and V of one layer."""
         if self._cache.num_blocks_of_all < num_blocks:
-            self._cache = self._operations.allocate_cache(num_blocks, _BLOCK)
-
-
-def _places(height: int, width: int, merge: int) -> Ints:
-    """Return the row and column [height * width, 2] of patches, in the order of the rows that they become."""
-    grid = np.stack(np.meshgrid(np.arange(height), np.arange(width), indexing="ij"), -1)
-    cut = grid.reshape(height // merge, merge, width // merge, merge, 2).transpose(0, 2, 1, 3, 4)
-    places: Ints = cut.reshape(-1, 2)
-    return places
+            self._cache = self._operations.allocate_cache(num_blocks, BLOCK_TOKENS)
 
 
 def _windows(height: int, width: int, window: int) -> tuple[Ints, Ints]:
@@ -270,12 +230,13 @@ def _windows(height: int, width: int, window: int) -> tuple[Ints, Ints]:
     return np.concatenate(cut), np.array([len(one) for one in cut])
 
 
-def _runs(lengths: Ints) -> _Runs:
-    counts = -(-lengths // _BLOCK)
+def runs_of(lengths: Ints) -> Runs:
+    """Return runs of these lengths, one after the other, each in blocks of its own; block 0 stays free."""
+    counts = -(-lengths // BLOCK_TOKENS)
     firsts = counts.cumsum() - counts + 1
     blocks = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
     within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    return _Runs(lengths, np.repeat(firsts * _BLOCK, lengths) + within, blocks.astype(np.int32))
+    return Runs(lengths, np.repeat(firsts * BLOCK_TOKENS, lengths) + within, blocks.astype(np.int32))
 
 
 def stretched(table: Floats, side: int, places: Ints, size: tuple[int, int]) -> Floats:

@@ -7,6 +7,19 @@ import msgspec
 GridActivation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"]
 
 
+class PooledParts(msgspec.Struct, frozen=True, kw_only=True):
+    """What differs in an encoder whose rows are means of patches (core/models/pooled_encoder.py).
+
+    Its layers are as those of Gemma 4's text: norms before and behind attention and MLP, and of heads.
+    """
+
+    num_key_value_heads: int
+    head_dim: int
+    positions_per_axis: int  # rows of each of two tables: of a patch's column, and of its row
+    clips: bool  # what each product of a layer reads and yields is kept within bounds
+    standardizes: bool  # rows are shifted and scaled, each number by its own
+
+
 class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     """An encoder of patches, and what joins merge_size x merge_size of them to one row for the text model.
 
@@ -30,6 +43,9 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     positions_per_side: int = 0  # of a square table of positions, stretched over the image; 0 = none
     window: int = 0  # side of the windows in which layers attend, in rows; 0 = all layers see the whole image
     full_layers: tuple[int, ...] = ()  # indices of the layers that see the whole image; without a window all do
+    pooled: PooledParts | None = None  # None: merged patches are concatenated, and two products make a row of them
+    sees_whole: bool = False  # tokens of an image see each other in the text model's layers with a window
+    turns_by_place: bool = True  # an image's tokens have three positions in the text model; otherwise one each
     #: Indices of layers after which rows are made too. Those are added to the hidden states of the text model's first
     #: layers.
     deep_layers: tuple[int, ...] = ()
@@ -55,6 +71,8 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
 
 def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight by name, in the order of use. hidden_size: the text model's."""
+    if parts.pooled is not None:
+        return _pooled_shapes(parts, parts.pooled, hidden_size)
     width, inner, patch = parts.hidden_size, parts.intermediate_size, parts.patch_size
 
     def norm(name: str, size: int) -> dict[str, tuple[int, ...]]:
@@ -83,3 +101,31 @@ def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]
     for index in range(len(parts.deep_layers)):
         shapes |= norm(f"deep.{index}.norm", parts.joined_size) | merger(f"deep.{index}")
     return shapes
+
+
+#: The bounds of a product of an encoder that clips.
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+
+
+def _pooled_shapes(parts: GridParts, pooled: PooledParts, hidden_size: int) -> dict[str, tuple[int, ...]]:
+    width, inner, patch = parts.hidden_size, parts.intermediate_size, parts.patch_size
+    queries, keys = (heads * pooled.head_dim for heads in (parts.num_attention_heads, pooled.num_key_value_heads))
+    products = {"q": (queries, width), "k": (keys, width), "v": (keys, width), "o": (width, queries)}
+    products = {f"self_attn.{name}_proj": shape for name, shape in products.items()}
+    products |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    norms = {f"self_attn.{name}_norm": pooled.head_dim for name in "qk"} | {"post_attention_layernorm": width}
+    norms |= {f"{name}_feedforward_layernorm": width for name in ("pre", "post")}
+    shapes: dict[str, tuple[int, ...]] = {
+        "patches.weight": (width, 3, patch, patch),
+        "positions.weight": (2, pooled.positions_per_axis, width),
+    }
+    for layer in range(parts.num_hidden_layers):
+        stem = f"layers.{layer}."
+        shapes[f"{stem}input_layernorm.weight"] = (width,)
+        for name, shape in products.items():
+            shapes[f"{stem}{name}.weight"] = shape
+            shapes |= {f"{stem}{name}.{bound}": (1,) for bound in BOUNDS if pooled.clips}
+        shapes |= {f"{stem}{name}.weight": (size,) for name, size in norms.items()}
+    if pooled.standardizes:
+        shapes |= {"standard.bias": (width,), "standard.weight": (width,)}
+    return shapes | {"projection.weight": (hidden_size, width)}

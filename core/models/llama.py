@@ -10,6 +10,7 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
+from core.models.grid_parts import GridParts
 from core.models.layers.adapted import adapted_layer
 from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layers.layer_kinds import places, windows
@@ -221,10 +222,10 @@ class Llama:
     def reads_features(self) -> bool:
         """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone.
 
-        Inputs of single layers are of tokens: given embeddings have none. Nor are rows for positions added to them.
+        Rows for positions are not added to given embeddings. Of inputs of single layers, an image's tokens have what
+        follows from their embeddings, and of the table the rows of one token.
         """
-        has_more = self.per_layer is not None or self.config.position_table
-        return self.decoder is not None and self._is_alone and not has_more
+        return self.decoder is not None and self._is_alone and not self.config.position_table
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
@@ -273,6 +274,7 @@ class Llama:
         of_windows = block_tables if window_tables is None else window_tables
         if cache is not self._cache:
             self._use(cache)
+        in_windows = isinstance(self.config.vision, GridParts)  # so tokens of an image see each other in Gemma 4
         work = {
             key: self.operations.attention_work(
                 num_tokens,
@@ -281,7 +283,7 @@ class Llama:
                 part,
                 window,
                 generation,
-                wholes,
+                None if in_windows and window is None else wholes,
             )
             for key, (window, part) in self._parts.items()
         }

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from core.models.config import EncoderParts, ModelConfig
+from core.models.config import EncoderParts, HeadSizes, ModelConfig
 from core.models.grid_parts import GridParts
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
@@ -185,12 +185,21 @@ def _means(hidden: Floats, side: int, factor: int) -> Floats:
 
 
 def sizes_of(
-    parts: VisionParts | GridParts, *, eps: float, num_tokens: int, num_positions: int, rope_theta: float = 10_000.0
+    parts: VisionParts | GridParts,
+    *,
+    eps: float,
+    num_tokens: int,
+    num_positions: int,
+    rope_theta: float = 10_000.0,
+    heads: HeadSizes | None = None,
+    scores_scalar: float | None = None,
 ) -> ModelConfig:
     """Return the sizes that operations need of an encoder, as those of a model.
 
-    num_tokens: of the largest image. num_positions: of the table of positions; 1 = there is none.
+    num_tokens: of the largest image. num_positions: of the table of positions; 1 = there is none. heads: of K and V,
+    None = they are as many as queries. scores_scalar: see ModelConfig.query_pre_attn_scalar.
     """
+    own = heads or HeadSizes(parts.num_attention_heads, parts.hidden_size // parts.num_attention_heads)
     return ModelConfig(
         architecture="vision",
         vocab_size=1,
@@ -198,8 +207,9 @@ def sizes_of(
         intermediate_size=parts.intermediate_size,
         num_hidden_layers=parts.num_hidden_layers,
         num_attention_heads=parts.num_attention_heads,
-        num_key_value_heads=parts.num_attention_heads,
-        head_dim=parts.hidden_size // parts.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads,
+        head_dim=own.head_dim,
+        query_pre_attn_scalar=scores_scalar,
         rms_norm_eps=eps,
         rope_theta=rope_theta,
         max_position_embeddings=num_tokens,

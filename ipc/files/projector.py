@@ -24,7 +24,9 @@ class ProjectorKind(NamedTuple):
 
 #: The file in a model's folder with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
-_QWEN = "Qwen2VLImageProcessor"
+_QWEN, _GEMMA4 = "Qwen2VLImageProcessor", "Gemma4ImageProcessor"
+#: Rows of an image of Gemma 4, which its files do not state.
+POOLED_ROWS = 280
 #: The fewest and the most pixels of an image in the processors of the published models, which files may not state.
 _BOUNDS = {"qwen3vl_merger": (256 * 256, 4096 * 4096)}
 _OTHER_BOUNDS = (56 * 56, 28 * 28 * 16384)
@@ -34,6 +36,7 @@ PROJECTOR_KINDS = {
     "qwen2vl_merger": ProjectorKind(("qwen2vl",), "<|image_pad|>", _QWEN),
     "qwen2.5vl_merger": ProjectorKind(("qwen2vl",), "<|image_pad|>", _QWEN),
     "qwen3vl_merger": ProjectorKind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), "<|image_pad|>", _QWEN),
+    "gemma4v": ProjectorKind(("gemma4",), "<|image|>", _GEMMA4),
 }
 
 
@@ -78,6 +81,8 @@ def processor_settings(file: Path) -> bytes:
     metadata = read_gguf(file).metadata
     if PROJECTOR_KINDS[projector_kind(metadata)].processor == _QWEN:
         return json.dumps(_any_size(metadata)).encode()
+    if PROJECTOR_KINDS[projector_kind(metadata)].processor == _GEMMA4:
+        return json.dumps(_pooled(metadata)).encode()
     side = metadata.get("clip.vision.image_size")
     longest = metadata.get("clip.vision.preproc_image_size")
     if not isinstance(side, int) or not isinstance(longest, int | None):
@@ -101,6 +106,23 @@ def pixel_bounds(metadata: dict[str, GgufValue]) -> tuple[int, int]:
             f"{high!r:.80}"
         )
     return low, high
+
+
+def pooling_size(metadata: dict[str, GgufValue]) -> int:
+    """Return the patches on a side of what becomes a row of Gemma 4. Errors: ModelFileError."""
+    size = metadata.get("clip.vision.projector.scale_factor", 3)
+    if not isinstance(size, int) or not 1 <= size <= 64:
+        raise ModelFileError(f"clip.vision.projector.scale_factor must be a number of patches, got {size!r:.80}")
+    return size
+
+
+def _pooled(metadata: dict[str, GgufValue]) -> dict[str, Any]:
+    return {
+        "image_processor_type": _GEMMA4,
+        "patch_size": metadata.get("clip.vision.patch_size"),
+        "pooling_kernel_size": pooling_size(metadata),
+        "max_soft_tokens": POOLED_ROWS,
+    }
 
 
 def _any_size(metadata: dict[str, GgufValue]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class PerLayerInputsArguments(CStruct):
         *fields("num_layers dtype", INT32),
         ("eps", FLOAT),
         ("reserved", INT32),
+        ("given_id", INT64),
     )
 
 

@@ -18,10 +18,17 @@ class CpuPerLayerInputs:
     """What all layers with inputs of their own share: a table of tokens, and a projection of the tokens' embeddings."""
 
     def __init__(
-        self, library: CpuLibrary, table: CpuEmbedding, projection: PackedMatrix, *, norm: Floats, eps: float
+        self,
+        library: CpuLibrary,
+        table: CpuEmbedding,
+        projection: PackedMatrix,
+        *,
+        norm: Floats,
+        eps: float,
+        given_id: int = 0,
     ) -> None:
         """table: of rows [tokens * layers, width]. projection: to layers * width. norm [width] float32: of a layer's
-        part of the projection."""
+        part of the projection. given_id: the token whose rows of the table the tokens with ids below 0 have."""
         width = table.width
         assert projection.out_features % width == 0, (projection.out_features, width)
         assert width <= MAX_WIDTH, width
@@ -37,6 +44,7 @@ class CpuPerLayerInputs:
             num_layers=self.num_layers,
             dtype=ELEMENT_NUMBERS[self.dtype],
             eps=eps,
+            given_id=given_id,
         )
         self._run = library.function("per_layer", ctypes.POINTER(PerLayerStepArguments))
 

@@ -79,6 +79,7 @@ def rope_axes(rope: dict[str, Any], row: GridArchitecture, text: ModelConfig, va
     Errors: ModelFileError.
     """
     count = (text.rotary_dim or text.head_dim) // 2
+    assert row.sections is not None, row.names
     sections = rope.get("mrope_section") or row.sections
     is_three = isinstance(sections, list | tuple) and len(sections) == 3
     if not is_three or any(type(one) is not int or one < 1 for one in sections) or sum(sections) != count:

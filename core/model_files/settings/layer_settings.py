@@ -118,4 +118,7 @@ def per_layer_parts(values: Values, num_layers: int) -> PerLayerParts | None:
     vocab_size = values.integer("vocab_size_per_layer_input")
     if vocab_size < values.integer("vocab_size"):
         values.fail("vocab_size_per_layer_input", f"must be at least vocab_size; got {vocab_size}")
-    return PerLayerParts(width=width, vocab_size=vocab_size)
+    given = values.integer("pad_token_id", 0)
+    if given >= values.integer("vocab_size"):
+        values.fail("pad_token_id", f"must be a token, less than vocab_size; got {given}")
+    return PerLayerParts(width=width, vocab_size=vocab_size, given_id=given)

@@ -86,6 +86,9 @@ _RANGES: dict[str, tuple[int, int]] = {
     "temporal_patch_size": (1, 2**4),
     "window_size": (1, 2**16),
     "num_position_embeddings": (1, 2**20),
+    "max_soft_tokens": (1, 2**12),
+    "pooling_kernel_size": (1, 2**6),
+    "position_embedding_size": (1, 2**20),
 }
 
 #: Mean and deviation of colours in files that name none.

@@ -187,12 +187,12 @@ def _plan_gguf_tensors(
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
     tensors = read_gguf(path).tensors.items()
-    return {_ended(n): StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
+    return {ended_name(n): StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {
-        _ended(name): StoredTensor(
+        ended_name(name): StoredTensor(
             path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape or (1,), t.begin, t.end
         )
         for path, tensors in (
@@ -202,7 +202,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     }
 
 
-def _ended(name: str) -> str:
+def ended_name(name: str) -> str:
     """Return the name with .bias or .weight at the end where a file has neither."""
     name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
     return f"{name}.weight" if name.endswith(_VECTORS) else name

@@ -11,6 +11,7 @@ class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]  # in config.json's architectures
     gguf: str  # llama.cpp's name for the projector
+    is_pooled: bool = False  # rows are means of patches; see PooledParts
     width: str = "hidden_size"  # the setting of the encoder's width
     out_width: str = "out_hidden_size"  # the setting of the width of rows
     defaults: dict[str, Any]  # of vision_config's settings, from transformers' config classes
@@ -20,8 +21,9 @@ class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     windows: bool = False
     positions: bool = False  # a table of positions is stretched over the image
     deep: bool = False
-    sections: tuple[int, int, int]  # default of mrope_section: pairs of a head that each position turns
-    in_turn: bool  # the sections' pairs alternate; otherwise they follow each other
+    #: Default of mrope_section: pairs of a head that each position turns; None = an image's tokens have one position.
+    sections: tuple[int, int, int] | None = None
+    in_turn: bool = False  # the sections' pairs alternate; otherwise they follow each other
 
 
 _SIZES: dict[str, Any] = {"num_heads": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -83,11 +85,30 @@ GRID_ROWS = (
         sections=(11, 11, 10),
         in_turn=True,
     ),
+    GridArchitecture(
+        names=("Gemma4ForConditionalGeneration",),
+        gguf="gemma4v",
+        is_pooled=True,
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 12,
+            "head_dim": 64,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "pooling_kernel_size": 3,
+            "patch_size": 16,
+            "position_embedding_size": 10_240,
+        },
+        is_centred=False,
+        is_gated=True,
+    ),
 )
 #: By name in config.json's architectures.
 GRID_ARCHITECTURES = {name: row for row in GRID_ROWS for name in row.names}
 
-_VISION = re.compile(r"(model\.)?visual\.")
+_VISION = re.compile(r"(model\.)?(visual\.|vision_tower\.|(?=embed_vision\.))")
 #: Parts of names in safetensors -> ours, in this order.
 _PARTS = (
     ("patch_embed.proj.", "patches."),
@@ -112,6 +133,15 @@ _PARTS = (
     (".linear_fc1.", ".first."),
     (".linear_fc2.", ".second."),
 )
+_POOLED_PARTS = (
+    ("patch_embedder.input_proj.", "patches."),
+    ("patch_embedder.position_embedding_table", "positions.weight"),
+    ("encoder.layers.", "layers."),
+    ("_proj.linear.", "_proj."),
+    ("std_bias", "standard.bias"),
+    ("std_scale", "standard.weight"),
+    ("embed_vision.embedding_projection.", "projection."),
+)
 
 
 def grid_name(name: str) -> str | None:
@@ -119,6 +149,6 @@ def grid_name(name: str) -> str | None:
     if not (found := _VISION.match(name)):
         return None
     ours = name[found.end() :]
-    for theirs, own in _PARTS:
+    for theirs, own in _PARTS if found[2] == "visual." else _POOLED_PARTS:
         ours = ours.replace(theirs, own)
     return ours

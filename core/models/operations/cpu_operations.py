@@ -270,7 +270,9 @@ class CpuOperations:
         else:
             rows = table.dense(self._dtype).reshape(-1, width)
         lookup = CpuEmbedding(self.library, rows, scale)
-        return CpuPerLayerInputs(self.library, lookup, self._packed(projection), norm=norm, eps=eps)
+        own = self._config.per_layer
+        given_id = 0 if own is None else own.given_id
+        return CpuPerLayerInputs(self.library, lookup, self._packed(projection), norm=norm, eps=eps, given_id=given_id)
 
     def experts(
         self,

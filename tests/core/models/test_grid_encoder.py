@@ -200,7 +200,7 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int], folders: dict[s
     made = processor()(images=[image], return_tensors="np")
     (pixels,) = RULES.squares_of(Image.fromarray(image)).pixels
     assert [1, pixels.shape[0] // 4, pixels.shape[1] // 4] == made["image_grid_thw"][0].tolist()
-    assert np.array_equal(encoder._cut(pixels), made["pixel_values"])
+    assert np.array_equal(encoder.cut(pixels), made["pixel_values"])
 
 
 def test_windows_hold_all_rows_once() -> None:

@@ -126,7 +126,8 @@ def test_inputs_of_single_layers(num_threads: int, dtype: Dtype, c_library: CpuL
         library, rounded(rng.standard_normal((layers * width, hidden), np.float32), dtype), dtype=dtype
     )
     norm = rng.random(width).astype(np.float32) + np.float32(0.5)
-    inputs = CpuPerLayerInputs(library, CpuEmbedding(library, table, 1.5), projection, norm=norm, eps=EPS)
+    lookup = CpuEmbedding(library, table, 1.5)
+    inputs = CpuPerLayerInputs(library, lookup, projection, norm=norm, eps=EPS, given_id=7)
     ids = rng.integers(0, vocab, count)
     embedded = rng.standard_normal((count, hidden), np.float32)
     projected = inputs.project(embedded)
@@ -142,6 +143,9 @@ def test_inputs_of_single_layers(num_threads: int, dtype: Dtype, c_library: CpuL
             assert (error <= (1e-5 if dtype == FLOAT32 else 0.01) * (1 + np.abs(expected))).all()
             one = inputs.multiply(x[5:6].copy(), ids[5:6], np.ascontiguousarray(projected[5:6]), layer)
             assert one.tobytes() == got[5:6].tobytes()
+            given = inputs.multiply(x[5:6].copy(), np.array([-9]), np.ascontiguousarray(projected[5:6]), layer)
+            seven = inputs.multiply(x[5:6].copy(), np.array([7]), np.ascontiguousarray(projected[5:6]), layer)
+            assert given.tobytes() == seven.tobytes()
     finally:
         library.stop_threads()
 

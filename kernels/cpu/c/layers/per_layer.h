@@ -23,6 +23,7 @@ typedef struct {
     int32_t num_layers, dtype;
     float eps;
     int32_t reserved;
+    int64_t given_id;   /* the token whose rows of the table are those of ids below 0 */
 } PerLayerInputs;
 
 /* The products and the norm of one layer; made once. */
@@ -34,7 +35,7 @@ typedef struct {
 /* Multiply rows by the inputs of their tokens. */
 typedef struct {
     const PerLayerInputs *inputs;
-    const int64_t *ids;    /* [tokens] of the step */
+    const int64_t *ids;    /* [tokens] of the step; below 0: a given row, see embedding.h */
     const int64_t *tokens; /* [num_rows] indices of the rows' tokens; NULL = row i is token i */
     const void *projected; /* [tokens, num_layers * width] of dtype: the projection's result */
     void *x;               /* [num_rows, width] of dtype */

@@ -145,6 +145,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT PerLayerInputs
     WHOLE FIELD(table) FIELD(projection) FIELD(norm) FIELD(width) FIELD(num_layers) FIELD(dtype) FIELD(eps) FIELD(reserved)
+    FIELD(given_id)
 #undef STRUCT
 #define STRUCT PerLayer
     WHOLE FIELD(gate) FIELD(out) FIELD(norm)
