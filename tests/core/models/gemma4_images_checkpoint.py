@@ -38,7 +38,7 @@ _TEXT: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _VISION: dict[str, Any] = {"hidden_size": 40, "intermediate_size": 60, "num_hidden_layers": 3, "num_attention_heads": 2}
-_VISION |= {"num_key_value_heads": 2, "head_dim": 20, "patch_size": 4, "position_embedding_size": 256}
+_VISION |= {"num_key_value_heads": 2, "head_dim": 20, "patch_size": 4, "position_embedding_size": 900}
 #: Name -> settings of text_config and of vision_config: as the published sizes have them.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "e4b": (

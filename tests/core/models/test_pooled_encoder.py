@@ -19,7 +19,7 @@ from core.model_files.gguf.gguf_pooled import open_gguf_pooled
 from core.models.llama import Llama
 from core.models.pooled_encoder import PooledEncoder
 from frontend.images.gemma4 import Gemma4Images, gemma4_images
-from ipc.errors import ModelFileError
+from ipc.errors import UnsupportedModelError
 from ipc.files.projector import processor_settings, projector_of
 from ipc.options.config import EngineConfig
 from ipc.wire.feature_messages import FeatureLimits, FeatureUse
@@ -182,10 +182,13 @@ def test_a_projector_gives_the_rows_of_the_folder(family: str, folders: dict[str
     assert projector_of(text, None) == file
     row = grid_row(file)
     assert row is not None
-    wide = {"max_rows": 280}  # the number of the published models, which files do not state
-    with pytest.raises(ModelFileError, match="position_embedding_size must be at least 840"):
-        with_grid(model.config, text, file, row)
-    pooled = msgspec.structs.replace(encoder.parts, **wide)
+    with_window = msgspec.structs.replace(model.config, sliding_window=300)
+    pooled, axes = with_grid(with_window, text, file, row)
+    rows = {"max_rows": 280}  # of the published models, which files do not state
+    assert (pooled, axes) == (msgspec.structs.replace(encoder.parts, **rows), None)
+    if encoder.sees_whole:
+        with pytest.raises(UnsupportedModelError, match="at most the text's sliding_window=80 is"):
+            with_grid(model.config, text, file, row)
     weights = open_gguf_pooled(file, pooled, model.config.hidden_size, FLOAT32)
     other = PooledEncoder(pooled, model.config.hidden_size, weights, FLOAT32, library=load_cpu_library())
     assert np.array_equal(other.encode(pixels_of(0)), encoder.encode(pixels_of(0)))
