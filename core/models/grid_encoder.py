@@ -13,7 +13,7 @@ import numpy as np
 from core.models.grid_images import GridImages
 from core.models.grid_parts import GridActivation, GridParts
 from core.models.operations.cpu_operations import CpuOperations
-from core.models.operations.stored_matrix import Weight
+from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
 from core.models.vision_encoder import sizes_of
 from ipc.tables.arrays import Floats, Ints, UInt8s
@@ -36,11 +36,14 @@ BLOCK_TOKENS = 16  # tokens per KV block; each window has its own blocks
 class Merger(NamedTuple):
     """The products that make rows of merged patches."""
 
+    merge: PackedMatrix | None
     first: PackedMatrix  # has the activation
     second: PackedMatrix
 
     def __call__(self, merged: Numbers) -> Floats:
         """Return rows [n, hidden] float32 of merged patches [n, joined]."""
+        if self.merge is not None:
+            merged = self.merge(merged)
         rows: Floats = to_floats(self.second(self.first(merged)))
         return rows
 
@@ -76,6 +79,7 @@ class GridEncoder(GridImages):
         patches = files.take_matrix("patches.weight")
         bias = files.take("patches.bias") if parts.patch_bias else None
         self._patches = operations.linear(patches, bias, out_dtype=FLOAT32)
+        self._patch_norm = self._norm(files, "patch_norm", FLOAT32) if parts.patch_norm else None
         self._table = None
         if parts.positions_per_side:
             self._table = to_floats(files.take_matrix("positions.weight").dense(dtype))
@@ -86,6 +90,7 @@ class GridEncoder(GridImages):
             (self._norm(files, f"deep.{index}.norm", dtype), self._make_merger(files, f"deep.{index}"))
             for index in range(count)
         ]
+        self._break = files.take("break.weight") if parts.breaks_rows else None
         if count:
             self._decoder.tap([layer + 1 for layer in parts.deep_layers])
         heads = parts.num_attention_heads
@@ -101,16 +106,18 @@ class GridEncoder(GridImages):
         parts = self.parts
         layers = [self._layer(files, index) for index in range(parts.num_hidden_layers)]
         head_dim = parts.hidden_size // parts.num_attention_heads
-        frequencies = rotary_frequencies(head_dim // 2, parts.rope_theta)
-        table = RotaryTable(np.concatenate((frequencies, frequencies)))
+        every = rotary_frequencies(head_dim, parts.rope_theta)
+        frequencies = every[::2]
+        table = RotaryTable(np.concatenate((frequencies, every[1::2] if parts.alternates else frequencies)))
         norm = self._norm(files, "norm", self._dtype)
+        merger_eps = parts.norm_eps if parts.merger_eps is None else parts.merger_eps
         return CpuDecoder(
             self._library,
             layers,
             CpuEmbedding(self._library, rounded(np.zeros((1, parts.hidden_size), np.float32), self._dtype)),
             norm,
             float_norm=CpuNorm(
-                self._library, norm.weight, parts.norm_eps, FLOAT32, bias=norm.bias, is_centred=parts.is_centred
+                self._library, norm.weight, merger_eps, FLOAT32, bias=norm.bias, is_centred=parts.is_centred
             ),
             head=None,
             tables=[table] * len(self._kinds),
@@ -126,18 +133,18 @@ class GridEncoder(GridImages):
     def _layer(self, files: WeightParts, index: int) -> LayerParts:
         parts, operations, stem = self.parts, self._operations, f"layers.{index}."
 
-        def product(name: str, activation: GridActivation | None = None) -> PackedMatrix:
-            weight, bias = files.take_matrix(f"{stem}{name}.weight"), files.take(f"{stem}{name}.bias")
-            return operations.linear(weight, bias, activation=activation)
+        def product(*names: str, activation: GridActivation | None = None) -> PackedMatrix:
+            weight = files.take_matrix(*(f"{stem}{name}.weight" for name in names))
+            return operations.linear(weight, self._bias(files, *(stem + name for name in names)), activation=activation)
 
         before = self._norm(files, f"{stem}attention_norm", self._dtype)
         mlp_norm = self._norm(files, f"{stem}mlp_norm", self._dtype)
-        qkv, o = product("qkv"), product("o")
+        qkv, o = product(*("qkv" if parts.split_qkv else ("qkv",))), product("o")
         if parts.is_gated:
             matrix = files.take_matrix(f"{stem}gate.weight", f"{stem}up.weight")
-            up, _ = operations.gate_up(matrix, parts.hidden_act, files.take(f"{stem}gate.bias", f"{stem}up.bias"))
+            up, _ = operations.gate_up(matrix, parts.hidden_act, self._bias(files, f"{stem}gate", f"{stem}up"))
         else:
-            up = product("up", parts.hidden_act)
+            up = product("up", activation=parts.hidden_act)
         is_windowed = bool(parts.window) and index not in parts.full_layers
         return LayerParts(
             input_norm=before,
@@ -151,12 +158,18 @@ class GridEncoder(GridImages):
             kind=int(is_windowed),
         )
 
+    def _bias(self, files: WeightParts, *names: str) -> Floats | None:
+        return files.take(*(f"{name}.bias" for name in names)) if self.parts.has_biases else None
+
     def _make_merger(self, files: WeightParts, stem: str) -> Merger:
-        linear = self._operations.linear
-        weight, bias = files.take_matrix(f"{stem}.first.weight"), files.take(f"{stem}.first.bias")
-        first = linear(weight, bias, activation="gelu")
-        weight, bias = files.take_matrix(f"{stem}.second.weight"), files.take(f"{stem}.second.bias")
-        return Merger(first, linear(weight, bias, out_dtype=FLOAT32))
+        linear, merge = self._operations.linear, None
+        if self.parts.merge_first:  # files have the numbers of all patches that are merged next to each other
+            matrix = files.take_matrix(f"{stem}.merge.weight").dense(self._dtype)
+            apart = matrix.reshape(len(matrix), self.parts.hidden_size, -1).transpose(0, 2, 1)
+            merge = linear(StoredMatrix.of(np.ascontiguousarray(apart).reshape(matrix.shape)))
+        first = linear(files.take_matrix(f"{stem}.first.weight"), self._bias(files, f"{stem}.first"), activation="gelu")
+        weight = files.take_matrix(f"{stem}.second.weight")
+        return Merger(merge, first, linear(weight, self._bias(files, f"{stem}.second"), out_dtype=FLOAT32))
 
     @property
     def variant(self) -> str:
@@ -175,11 +188,13 @@ class GridEncoder(GridImages):
         patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
         places = places[patches]
         given = to_floats(self._patches(rounded(self.cut(pixels)[patches], self._dtype)))
+        if self._patch_norm is not None:
+            given = to_floats(self._patch_norm(given))
         if self._table is not None:
             given = given + stretched(self._table, parts.positions_per_side, places, (height, width))
         rows = np.empty((len(order), self.width), np.float32)
         rows[order] = self._run(np.ascontiguousarray(given), places, runs)
-        return rows
+        return rows if self._break is None else _with_breaks(rows, width // merge, self._break)
 
     def _run(self, given: Floats, places: Ints, runs: Sequence[Runs]) -> Floats:
         """Return the rows [n, width] of patches [patches, hidden] at these places [patches, 2]."""
@@ -217,6 +232,13 @@ class GridEncoder(GridImages):
         """Have a cache of at least this many blocks, for the K and V of one layer."""
         if self._cache.num_blocks_of_all < num_blocks:
             self._cache = self._operations.allocate_cache(num_blocks, BLOCK_TOKENS)
+
+
+def _with_breaks(rows: Floats, columns: int, end: Floats) -> Floats:
+    """Return the rows of a grid of so many columns, with `end` after each of its rows but the last one."""
+    grid = rows.reshape(-1, columns, rows.shape[1])
+    ended = np.concatenate((grid, np.broadcast_to(end, (len(grid), 1, len(end)))), 1)
+    return np.ascontiguousarray(ended.reshape(-1, len(end))[:-1])
 
 
 def _windows(height: int, width: int, window: int) -> tuple[Ints, Ints]:

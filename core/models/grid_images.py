@@ -30,12 +30,13 @@ class GridImages:
             expected = f"[height, width, 3] with multiples of {unit}"
             raise InvalidRequestError(f"images for this model must have the shape {expected}; got {list(shape)}")
         rows, columns = shape[0] // unit, shape[1] // unit
-        if rows * columns > most:
+        count = rows * (columns + 1) - 1 if self.parts.breaks_rows else rows * columns
+        if count > most:
             raise InvalidRequestError(
-                f"an image of {shape[1]} x {shape[0]} pixels has {rows * columns} rows for this model; at most {most} "
-                "are allowed"
+                f"an image of {shape[1]} x {shape[0]} pixels has {count} rows for this model; at most {most} are "
+                "allowed"
             )
-        return rows * columns, columns if self.parts.turns_by_place else 0
+        return count, columns if self.parts.turns_by_place else 0
 
     def pixel_bytes(self, num_rows: int) -> int:
         """Return the bytes of the pixels of an image with so many rows."""

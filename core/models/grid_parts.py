@@ -43,6 +43,15 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     positions_per_side: int = 0  # of a square table of positions, stretched over the image; 0 = none
     window: int = 0  # side of the windows in which layers attend, in rows; 0 = all layers see the whole image
     full_layers: tuple[int, ...] = ()  # indices of the layers that see the whole image; without a window all do
+    has_biases: bool = True  # of products, but not of `merge_first`
+    patch_norm: bool = False  # patches are normalised before the layers
+    #: Rows turn a head by its even frequencies, columns by the odd ones; otherwise both do by the even ones.
+    alternates: bool = False
+    split_qkv: bool = False  # files have Q, K and V as matrices of their own
+    merge_first: bool = False  # one more product, without an activation, makes a patch of those that are merged
+    merger_eps: float | None = None  # of the norm before merging; None = norm_eps
+    #: Each row of an image but the last one ends with the text model's embedding of a token.
+    breaks_rows: bool = False
     pooled: PooledParts | None = None  # None: merged patches are concatenated, and two products make a row of them
     sees_whole: bool = False  # tokens of an image see each other in the text model's layers with a window
     turns_by_place: bool = True  # an image's tokens have three positions in the text model; otherwise one each
@@ -79,28 +88,42 @@ def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]
         return {f"{name}.{kind}": (size,) for kind in (("weight", "bias") if parts.is_centred else ("weight",))}
 
     def product(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
-        return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
+        return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if parts.has_biases else {})
 
     def merger(stem: str) -> dict[str, tuple[int, ...]]:
+        if parts.merge_first:
+            first = product(f"{stem}.first", hidden_size, width)
+            return (
+                {f"{stem}.merge.weight": (width, parts.joined_size)}
+                | first
+                | product(f"{stem}.second", hidden_size, hidden_size)
+            )
         first = product(f"{stem}.first", parts.joined_size, parts.joined_size)
         return first | product(f"{stem}.second", hidden_size, parts.joined_size)
 
-    shapes: dict[str, tuple[int, ...]] = {"patches.weight": (width, 3, parts.frames, patch, patch)}
+    frames = (parts.frames,) if parts.frames > 1 else ()
+    shapes: dict[str, tuple[int, ...]] = {"patches.weight": (width, 3, *frames, patch, patch)}
     if parts.patch_bias:
         shapes["patches.bias"] = (width,)
+    if parts.patch_norm:
+        shapes |= norm("patch_norm", width)
     if parts.positions_per_side:
         shapes["positions.weight"] = (parts.positions_per_side**2, width)
     for layer in range(parts.num_hidden_layers):
         stem = f"layers.{layer}."
         shapes |= norm(f"{stem}attention_norm", width) | norm(f"{stem}mlp_norm", width)
-        shapes |= product(f"{stem}qkv", 3 * width, width) | product(f"{stem}o", width, width)
+        for name in "qkv" if parts.split_qkv else ():
+            shapes |= product(f"{stem}{name}", width, width)
+        if not parts.split_qkv:
+            shapes |= product(f"{stem}qkv", 3 * width, width)
+        shapes |= product(f"{stem}o", width, width)
         if parts.is_gated:
             shapes |= product(f"{stem}gate", inner, width)
         shapes |= product(f"{stem}up", inner, width) | product(f"{stem}down", width, inner)
     shapes |= norm("norm", width) | merger("merger")
     for index in range(len(parts.deep_layers)):
         shapes |= norm(f"deep.{index}.norm", parts.joined_size) | merger(f"deep.{index}")
-    return shapes
+    return shapes | ({"break.weight": (hidden_size,)} if parts.breaks_rows else {})
 
 
 #: The bounds of a product of an encoder that clips.

@@ -12,6 +12,7 @@ from frontend.images.any_size import any_size_images
 from frontend.images.gemma3 import gemma3_images
 from frontend.images.gemma4 import gemma4_images
 from frontend.images.idefics3 import idefics3_images
+from frontend.images.pixtral import pixtral_images
 from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
 from frontend.images.sources import MAX_PROMPT_PIXELS, find_image, read_pixels, turn_of
@@ -29,6 +30,7 @@ _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str
     "SmolVLMImageProcessor": idefics3_images,
     "Gemma3ImageProcessor": gemma3_images,
     "Gemma4ImageProcessor": gemma4_images,
+    "PixtralImageProcessor": pixtral_images,
     "Qwen2VLImageProcessor": any_size_images,
     "Qwen3VLImageProcessor": any_size_images,
 }
@@ -40,8 +42,8 @@ class ImageText(NamedTuple):
     text: str
     squares: list[tuple[bytes, PutFeature]]
     rules: ImageRules
-    #: For each square, the index of its first row token among the text's, and its number of them. Some row tokens may
-    #: belong to no image, because a user wrote them.
+    #: For each square, the index of its first row token among the text's, and the number of tokens that it replaces.
+    #: Some row tokens may belong to no image, because a user wrote them.
     runs: list[tuple[int, int]]
     num_tokens: int
 
@@ -95,10 +97,12 @@ class ImagePrompts:
                 made = self._images.of(read_pixels(found, image, name))
             del found  # frees its pixels: the next image may also be large
             squares += made.squares
-            written += [self.rules.text_of(made.num_rows, made.num_columns), following]
+            text_of = self.rules.text_of(made.num_rows, made.num_columns)
+            written += [text_of, following]
+            each = text_of.count(self.rules.token) // len(made.squares)
             for _, feature in made.squares:
                 runs.append((num_tokens, self.rules.rows_of(feature.shape)))
-                num_tokens += runs[-1][1]
+                num_tokens += each
             num_tokens += following.count(self.rules.token)
             if len(squares) > MAX_SQUARES:
                 raise InvalidRequestError(

@@ -24,7 +24,7 @@ class ProjectorKind(NamedTuple):
 
 #: The file in a model's folder with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
-_QWEN, _GEMMA4 = "Qwen2VLImageProcessor", "Gemma4ImageProcessor"
+_QWEN, _GEMMA4, _PIXTRAL = "Qwen2VLImageProcessor", "Gemma4ImageProcessor", "PixtralImageProcessor"
 #: Rows of an image of Gemma 4, which its files do not state.
 POOLED_ROWS = 280
 #: The fewest and the most pixels of an image in the processors of the published models, which files may not state.
@@ -37,6 +37,7 @@ PROJECTOR_KINDS = {
     "qwen2.5vl_merger": ProjectorKind(("qwen2vl",), "<|image_pad|>", _QWEN),
     "qwen3vl_merger": ProjectorKind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), "<|image_pad|>", _QWEN),
     "gemma4v": ProjectorKind(("gemma4",), "<|image|>", _GEMMA4),
+    "pixtral": ProjectorKind(("llama", "mistral3"), "[IMG]", _PIXTRAL),
 }
 
 
@@ -85,6 +86,8 @@ def processor_settings(file: Path) -> bytes:
         return json.dumps(_pooled(metadata)).encode()
     side = metadata.get("clip.vision.image_size")
     longest = metadata.get("clip.vision.preproc_image_size")
+    if isinstance(side, int) and PROJECTOR_KINDS[projector_kind(metadata)].processor == _PIXTRAL:
+        return json.dumps({"image_processor_type": _PIXTRAL, "size": {"longest_edge": side}}).encode()
     if not isinstance(side, int) or not isinstance(longest, int | None):
         raise ModelFileError(f"{file}: clip.vision.image_size and preproc_image_size must be numbers of pixels")
     settings: dict[str, Any] = {"image_processor_type": PROJECTOR_KINDS[projector_kind(metadata)].processor}

@@ -40,6 +40,19 @@ class _TokenizerFile(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
+class _AddedTokens(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def added_tokens(content: bytes) -> dict[str, int]:
+    """Return the ids of the tokens that a tokenizer.json adds to its vocabulary, by text. Errors: ModelFileError."""
+    try:
+        file = msgspec.json.decode(content, type=_AddedTokens)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelFileError(f"tokenizer.json is not a tokenizer: {error}") from error
+    return {token.content: token.id for token in file.added_tokens}
+
+
 def token_bytes_of_json(content: bytes) -> TokenBytes:
     """Return the vocabulary of a tokenizer.json.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.model_files.gguf.gguf_pixtral import read_gguf_pixtral
 from core.model_files.gguf.gguf_pooled import read_gguf_pooled
 from core.model_files.settings.grid_settings import max_rows, rope_axes
 from core.model_files.settings.values import Values
@@ -61,8 +62,10 @@ def with_grid(
     config: ModelConfig, path: Path, projector: Path, row: GridArchitecture
 ) -> tuple[GridParts, tuple[int, ...] | None]:
     """Return the encoder in `projector`, and rope_axes of the text model in `path`. Errors: ModelFileError."""
-    if row.is_pooled:
+    if row.form == "pooled":
         return read_gguf_pooled(projector, config), None
+    if row.form == "pixtral":
+        return read_gguf_pixtral(projector, config), None
     metadata = read_gguf(path).metadata
     sections = metadata.get(f"{metadata.get('general.architecture')}.rope.dimension_sections")
     rope = {"mrope_section": sections[:3] if isinstance(sections, list) else None}

@@ -23,6 +23,7 @@ from core.model_files.settings.expert_settings import experts
 from core.model_files.settings.grid_settings import grid_architecture, grid_values, read_grid, rope_axes
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
+from core.model_files.settings.pixtral_settings import read_pixtral
 from core.model_files.settings.pooled_settings import read_pooled
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
 from core.model_files.settings.rope_scaling import read_rope_scaling
@@ -138,9 +139,11 @@ def _grid_config(folder: Path, values: Values, row: GridArchitecture) -> ModelCo
     config = decoder_config(folder, text, *_architecture(text))
     if vision is None:
         return config
-    if row.is_pooled:
+    if row.form == "pooled":
         pooled = read_pooled(vision, _processor(folder), config, sees_whole=sees_whole)
         return msgspec.structs.replace(config, vision=pooled)
+    if row.form == "pixtral":
+        return msgspec.structs.replace(config, vision=read_pixtral(values, vision, _processor(folder), config))
     parts, axes = read_grid(vision, _processor(folder), row, config), rope_axes(rope, row, config, text)
     return msgspec.structs.replace(config, vision=parts, rope_axes=axes)
 

@@ -1,9 +1,12 @@
 """The architectures whose images have any size, as data: their encoder, and the positions of image tokens."""
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+#: Encoders of Qwen's models, that of Gemma 4 (PooledParts), and Pixtral's, which ends rows of an image.
+GridForm = Literal["qwen", "pooled", "pixtral"]
 
 
 class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -11,7 +14,7 @@ class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]  # in config.json's architectures
     gguf: str  # llama.cpp's name for the projector
-    is_pooled: bool = False  # rows are means of patches; see PooledParts
+    form: GridForm = "qwen"  # of the settings, and of what follows from them
     width: str = "hidden_size"  # the setting of the encoder's width
     out_width: str = "out_hidden_size"  # the setting of the width of rows
     defaults: dict[str, Any]  # of vision_config's settings, from transformers' config classes
@@ -88,7 +91,7 @@ GRID_ROWS = (
     GridArchitecture(
         names=("Gemma4ForConditionalGeneration",),
         gguf="gemma4v",
-        is_pooled=True,
+        form="pooled",
         defaults={
             "hidden_size": 768,
             "intermediate_size": 3072,
@@ -104,11 +107,27 @@ GRID_ROWS = (
         is_centred=False,
         is_gated=True,
     ),
+    GridArchitecture(
+        names=("Mistral3ForConditionalGeneration",),
+        gguf="pixtral",
+        form="pixtral",
+        defaults={
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "patch_size": 14,
+            "image_size": 1540,
+            "hidden_act": "gelu",
+        },
+        is_centred=False,
+        is_gated=True,
+    ),
 )
 #: By name in config.json's architectures.
 GRID_ARCHITECTURES = {name: row for row in GRID_ROWS for name in row.names}
 
-_VISION = re.compile(r"(model\.)?(visual\.|vision_tower\.|(?=embed_vision\.))")
+_VISION = re.compile(r"(model\.)?(visual\.|vision_tower\.|multi_modal_projector\.|(?=embed_vision\.))")
 #: Parts of names in safetensors -> ours, in this order.
 _PARTS = (
     ("patch_embed.proj.", "patches."),
@@ -133,7 +152,7 @@ _PARTS = (
     (".linear_fc1.", ".first."),
     (".linear_fc2.", ".second."),
 )
-_POOLED_PARTS = (
+_TOWER_PARTS = (
     ("patch_embedder.input_proj.", "patches."),
     ("patch_embedder.position_embedding_table", "positions.weight"),
     ("encoder.layers.", "layers."),
@@ -141,6 +160,15 @@ _POOLED_PARTS = (
     ("std_bias", "standard.bias"),
     ("std_scale", "standard.weight"),
     ("embed_vision.embedding_projection.", "projection."),
+    ("patch_conv.", "patches."),
+    ("ln_pre.", "patch_norm."),
+    ("transformer.layers.", "layers."),
+    (".ffn_norm.", ".mlp_norm."),
+    *((f".attention.{name}_proj.", f".{name}.") for name in "qkvo"),
+    *((f".feed_forward.{name}_proj.", f".{name}.") for name in ("gate", "up", "down")),
+    ("patch_merger.merging_layer.", "merger.merge."),
+    ("linear_1.", "merger.first."),
+    ("linear_2.", "merger.second."),
 )
 
 
@@ -149,6 +177,6 @@ def grid_name(name: str) -> str | None:
     if not (found := _VISION.match(name)):
         return None
     ours = name[found.end() :]
-    for theirs, own in _PARTS if found[2] == "visual." else _POOLED_PARTS:
+    for theirs, own in _PARTS if found[2] == "visual." else _TOWER_PARTS:
         ours = ours.replace(theirs, own)
     return ours
