@@ -203,9 +203,21 @@ def source_hash(variant: str, compiler_version: str = "", machine: str | None = 
     digest = hashlib.blake2b(digest_size=16)
     for part in (machine or platform.machine(), compiler_version, *FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
-    for path in sorted(SOURCE_FOLDER.rglob("*.[ch]")):
-        digest.update(str(path.relative_to(SOURCE_FOLDER)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name in _source_names():
+        with open(SOURCE_FOLDER / name, "rb") as file:
+            digest.update(name.encode() + b"\0" + file.read() + b"\0")
     return digest.hexdigest()
+
+
+def _source_names() -> list[str]:
+    """Return the C files and headers, relative to SOURCE_FOLDER, in the order of their paths' parts.
+
+    Path.rglob() takes as long as reading and hashing them.
+    """
+    root = os.fspath(SOURCE_FOLDER)
+    paths = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    found = [path[len(root) + 1 :] for path in paths if path.endswith((".c", ".h"))]
+    return sorted(found, key=lambda name: name.split(os.sep))
 
 
 def build(

@@ -13,10 +13,15 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.gumbel import noise
 
 
+@pytest.fixture(scope="module")
+def c_kernel():
+    return CpuSampler(load_cpu_library())
+
+
 @pytest.fixture(params=["c", "numpy"], autouse=True)
-def kernel(request, monkeypatch):
+def kernel(request, monkeypatch, c_kernel):
     """Every test once with the C kernel, once with NumPy."""
-    monkeypatch.setitem(KERNEL, "", CpuSampler(load_cpu_library()) if request.param == "c" else None)
+    monkeypatch.setitem(KERNEL, "", c_kernel if request.param == "c" else None)
 
 
 KERNEL = {"": None}

@@ -50,9 +50,14 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def c_kernel() -> CpuSampler:
+    return CpuSampler(load_cpu_library())
+
+
 @pytest.fixture(params=[False, True], ids=["numpy", "c"])
-def kernel(request: pytest.FixtureRequest) -> CpuSampler | None:
-    return CpuSampler(load_cpu_library()) if request.param else None
+def kernel(request: pytest.FixtureRequest, c_kernel: CpuSampler) -> CpuSampler | None:
+    return c_kernel if request.param else None
 
 
 def started(params: SamplingParams, num_rows: int = NUM_ROWS, choice: int = 0) -> SamplingInputs:
@@ -92,13 +97,13 @@ def left_by_chain(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("probability", [0.4, 1.0])
-def test_tokens_equal_the_reference(case: dict[str, Any], probability: float) -> None:
+def test_tokens_equal_the_reference(case: dict[str, Any], probability: float, c_kernel: CpuSampler) -> None:
     params = SamplingParams(xtc_probability=probability, max_tokens=None, **case)
     logits, inputs, never = logits_of(), started(params), SamplingParams(temperature=params.temperature)
     chains = [left_by_chain(logits[row], params, row, row) for row in range(NUM_ROWS)]
     unfiltered = [draw(changed, never, row, row) for row, (changed, _) in enumerate(chains)]
     expected = [draw(left, never, row, row) for row, (_, left) in enumerate(chains)]
-    for kernel in (None, CpuSampler(load_cpu_library())):
+    for kernel in (None, c_kernel):
         after = logits.copy()
         tokens = sample(after, inputs, kernel)
         shown = processed_logits(after, np.arange(NUM_ROWS), inputs)
