@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from build_wheel.imports import HOME, PACKAGES, copy_moved, move_imports
 from tests.build_wheel.suite import ROOT
+from tests.house.source import nodes_below
 
 pytestmark = pytest.mark.checkout
 
@@ -102,7 +103,7 @@ def meaning(source: str) -> tuple[list[tuple[str, str]], set[str]]:
     """(name, what it is bound to) in order, and the modules that are loaded, parents too: by their checkout names."""
     bound: list[tuple[str, str]] = []
     loaded: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_below(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -127,7 +128,7 @@ class WithoutImports(ast.NodeTransformer):
 def rest(source: str) -> tuple[str, list[int], list[tuple[int, str]]]:
     """All that is no import: the tree, the line of each statement, and comments with their lines."""
     tree = WithoutImports().visit(ast.parse(source))
-    lines = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    lines = [node.lineno for node in nodes_below(tree) if isinstance(node, ast.stmt)]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return ast.dump(tree), lines, [(one.start[0], one.string) for one in tokens if one.string[:1] == "#"]
 
@@ -182,7 +183,7 @@ def test_every_file_means_the_same(package: str) -> None:
 
 def modules_named_by_text(source: str) -> set[str]:
     """Modules of this checkout that are the whole of a string, or that `-m` starts."""
-    texts = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    texts = {node.value for node in nodes_below(ast.parse(source)) if isinstance(node, ast.Constant)}
     dotted = {text for text in texts if isinstance(text, str) and text.partition(".")[0] in PACKAGES and "." in text}
     return {name for name in dotted if Path(ROOT, *name.split(".")).with_suffix(".py").is_file()} | {
         name for name in re.findall(r"""["']-m["'], ["'](\w+)""", source) if name in PACKAGES

@@ -139,28 +139,30 @@ def a_follower_that_missed_events_gets_no_snapshot(patch: Patch) -> None:
     patch.setattr(KVFeed, "renew", lambda feed, client: None)
 
 
+#: Each bug with the first seed that has shown it, which is tried before all others.
 @pytest.mark.parametrize(
-    "plant",
+    ("plant", "known"),
     [
-        pytest.param(a_new_engine_asks_its_bounds_of_what_was_accepted, marks=SOAK),  # needs some 300 seeds
-        the_journal_keeps_duplicates,
-        the_engine_ignores_delivered_tokens,
-        a_block_is_leaked_at_an_abort,
-        a_request_is_not_sent_again_after_a_loss,
-        a_token_more_is_said_to_be_delivered,
-        a_hold_loses_a_request,
-        a_stopped_engine_counts_its_own_silence,
-        a_new_client_inherits_the_end_of_an_old_one,
-        merging_forgets_stop_tokens,
-        a_slow_client_loses_a_message,
-        the_ledger_never_learns_of_an_end,
-        a_removed_block_is_not_told,
-        a_follower_that_missed_events_gets_no_snapshot,
+        pytest.param(a_new_engine_asks_its_bounds_of_what_was_accepted, 0, marks=SOAK),  # needs some 300 seeds
+        (the_journal_keeps_duplicates, 8),
+        (the_engine_ignores_delivered_tokens, 13),
+        (a_block_is_leaked_at_an_abort, 2),
+        (a_request_is_not_sent_again_after_a_loss, 0),
+        (a_token_more_is_said_to_be_delivered, 13),
+        (a_hold_loses_a_request, 13),
+        (a_stopped_engine_counts_its_own_silence, 24),
+        (a_new_client_inherits_the_end_of_an_old_one, 79),
+        (merging_forgets_stop_tokens, 106),
+        (a_slow_client_loses_a_message, 5),
+        (the_ledger_never_learns_of_an_end, 0),
+        (a_removed_block_is_not_told, 8),
+        (a_follower_that_missed_events_gets_no_snapshot, 88),
     ],
 )
-def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], known: int, monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    seed, error = next(((seed, error) for seed in range(MAX_SEEDS) if (error := failure(seed))), (-1, None))
+    seeds = (known, *range(MAX_SEEDS))
+    seed, error = next(((seed, error) for seed in seeds if (error := failure(seed))), (-1, None))
     assert error is not None, f"{MAX_SEEDS} seeds did not show it"
     assert error.__notes__[0] == f"replay it: python -m tests.simulation {seed}"
     print(f"seed {seed}: {type(error).__name__}: {error}")
