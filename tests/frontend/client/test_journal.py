@@ -54,7 +54,7 @@ def test_a_request_from_its_start_to_its_end():
     assert progress.token_ids.tolist() == [11, 12, 13]
     assert journal.read(0, 2).token_ids.tolist() == [13]
     assert (progress.finish, progress.stop_token, progress.num_cached_tokens) == (FinishReason.STOP, 13, 2)
-    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None, None, (), 0, 0, None, ())
+    assert progress[4:] == (1.0, 2.0, 3.0, 3.0, None, None, (), 0, 0, None, (), ())
 
 
 def test_duplicates_and_overlaps_are_dropped():
@@ -135,7 +135,7 @@ def test_rows_are_reused_and_clean():
     assert add(journal, 1, streaming=False, now=9.0) == first
     assert journal.apply(outputs([(0, 200, [1], 0)]), 3.0).tolist() == []
     progress = journal.read(1)
-    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None, None, (), 0, 0, None, ())
+    assert progress[1:] == (FinishReason.NONE, None, 0, 9.0, 0.0, 0.0, 0.0, None, None, (), 0, 0, None, (), ())
     assert len(progress.token_ids) == 0
     assert journal.take_ready().tolist() == []
     assert journal.unfinished().tolist() == [1]
