@@ -20,13 +20,14 @@ from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.kv_events import KVBlocksCleared, KVBlocksStored
 from ipc.wire.messages import PauseMode
+from ipc.wire.pin_messages import Pin
 from ipc.wire.scheduling_messages import Reason, SchedulingState
 from tests.fake_options import fake_options
 from tests.placed import PREFIX
 from tests.tools.test_cli import run, serving
 from tools.cli import main
 from tools.commands.control import read_owner_file, write_owner_file
-from tools.commands.explain import read_request
+from tools.commands.explain import describe_all, read_request
 
 CONFIG = EngineConfig(
     executor="fake", num_blocks_override=200, max_num_seqs=2, executor_options=fake_options(max_model_len=3000)
@@ -80,6 +81,16 @@ def test_the_programs(tmp_path: Path) -> None:
         assert run("control", "drain", *steer).returncode == 0
         assert server.wait(20) == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_explain_and_top_show_pins() -> None:
+    with engine() as process, contextlib.closing(connected(process)) as client:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        number = client.submit(list(range(64)), params, seed=0, pins=[Pin("s", 60_000)])
+        client.wait(np.array([number]), 30.0)
+        assert describe_all(client.explain())[1].endswith("; pins hold 4 of at most 99")
+        shown = run("top", "--connect", process.address, "--interval", "0.05")
+        assert ", 4 pinned by 1" in shown.stdout, shown.stdout
 
 
 @pytest.mark.parametrize("text", ["3", "a/b", "3/", "-1/2", "1/2/3", "3/99999999999"])
