@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> int:
         usage="engine-core chat [MODEL] [PROMPT ...] [--connect ADDR | --url URL] [OPTION ...]     (run is the same)",
         description="Chat with a model. With a PROMPT, or text on standard input: one answer, as plain text.",
     )
-    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
+    text = "the same as --model, or the name of a server's model; default: the demo model"
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="words of one question")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     add_url(parser, None, "use the model of this name at this HTTP server (of `engine-core serve --models`)")

@@ -6,7 +6,7 @@ import ollama
 
 client = ollama.Client(host=os.environ["SERVER"])
 MODEL = os.environ["MODEL"]
-assert f"{MODEL}:latest" in [model.model for model in client.list().models]
+assert MODEL in [model.model for model in client.list().models]
 assert client.show(MODEL).details is not None
 messages = [{"role": "user", "content": "Name three colours."}]
 options = {"temperature": 0, "num_predict": 24}
