@@ -14,14 +14,15 @@ from core.inputs import EngineInput, StoreNews
 from core.kv.orders import Fetch, Look, Order
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BesideContents, BlockStore
+from core.tiers.block_store import BesideContents, BlockStore, StateContents
 from core.tiers.connector import Tier
 from core.tiers.portable_names import PortableNames
 from ipc.options.config import EngineConfig
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.messages import AddRequest
 from tests.core.driving import Driver, Received, expected_tokens, small_config
-from tools.lab.check_scheduler.paged_executor import MARK, prefix_sums
+from tests.core.stateful_executor import StatefulExecutor
+from tools.lab.check_scheduler.paged_executor import MARK, PagedExecutor, prefix_sums
 
 BLOCK = 4
 
@@ -34,19 +35,30 @@ class ExchangeDriver:
     """A Driver and its store. rng: None = the store answers before the next step."""
 
     def __init__(
-        self, folder: Path, config: EngineConfig | None = None, rng: random.Random | None = None, max_bytes: int = 2**30
+        self,
+        folder: Path,
+        config: EngineConfig | None = None,
+        rng: random.Random | None = None,
+        max_bytes: int = 2**30,
+        executor: type[PagedExecutor] = PagedExecutor,
     ) -> None:
         self.config = config or exchange_config()
-        self.driver = Driver(self.config)
+        self.driver = Driver(self.config, executor=executor)
         self.engine, self.exchange = self.driver.engine, self.driver.scheduler.exchange
         self.folder = BlockFolder(str(folder), max_bytes)
         cache = self.driver.executor._kv.reshape(-1, BLOCK)
-        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([self.driver.executor._host]), "paged executor")
+        made, kept = self.driver.executor, self.driver.scheduler.batch.kept_states
+        states = BlockMemory([made.states[:, None]]) if isinstance(made, StatefulExecutor) else None
+        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([made._host]), "paged executor", states)
         self._path = folder
         self.names = names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
         assert self.exchange is not None
         pool = self.driver.scheduler.pool
-        beside, evictions = BesideContents(pool.names) if pool.names.beside else None, self.exchange.evictions
+        evictions, beside = self.exchange.evictions, None
+        if pool.names.beside:
+            beside = BesideContents(pool.names)
+        elif kept is not None:
+            beside = StateContents(kept)
         self.store = BlockStore(
             [Tier("kv_dir", self.folder, is_near=True, retain=self.folder.retain)],
             names,
@@ -110,6 +122,8 @@ class ExchangeDriver:
                 of_block = sums[index * BLOCK : (index + 1) * BLOCK]
                 right[f"{name.hex()}.kv"] = of_block.tobytes()
                 beside = (of_block ^ MARK).tobytes() * (self.config.kv_page_blocks or 0)
+                if isinstance(self.driver.executor, StatefulExecutor):
+                    beside = of_block[-1:].tobytes()  # the state after the block
                 right[f"{self.names.beside(name).hex()}.kv"] = beside
         paths = sorted((self._path / "blocks").iterdir())
         for path in paths:

@@ -26,6 +26,7 @@ from tests.core.capture.test_checkpoints import replay_from_each
 from tests.core.driving import Received, add_message, expected_tokens
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
 from tests.fake_options import fake_options
+from tools.lab.check_scheduler.paged_executor import PagedExecutor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -285,13 +286,19 @@ def test_many_requests_have_their_own_tokens(tmp_path: Path, seed: int) -> None:
     play(tmp_path, rng, lambda: exchange_config(rng.choice([6, 20, 60]), 16, **options, **swap), max_bytes=8000)
 
 
-def play(folder: Path, rng: random.Random, config_of: Callable[[], EngineConfig], max_bytes: int) -> None:
+def play(
+    folder: Path,
+    rng: random.Random,
+    config_of: Callable[[], EngineConfig],
+    max_bytes: int,
+    executor: type[PagedExecutor] = PagedExecutor,
+) -> None:
     """Let three engines serve many requests from one folder, one after the other."""
     asked: list[AddRequest] = []
     num_fetched = num_stored = 0
     for _ in range(3):
         config = config_of()
-        engine = ExchangeDriver(folder, config, rng, max_bytes)
+        engine = ExchangeDriver(folder, config, rng, max_bytes, executor)
         messages, aborted = messages_of(rng, 60), set()
         for message in messages:
             others: list[tuple[int, EngineInput]] = []
@@ -327,9 +334,10 @@ def replay(engine: ExchangeDriver) -> None:
     """Give the same inputs to an engine without a store: it decides the same, step by step."""
     executor = FakeExecutor(engine.config)
     executor.initialize_cache(engine.config)
+    executor.info = engine.driver.executor.info
     again = EngineCore(engine.config, executor)
     for number, (messages, now_ns, replies) in enumerate(engine.driver.log):
-        if number % 60 == 10:
+        if number % 60 == 10 and not engine.config.async_scheduling:  # the executor runs no step twice
             state = restore(Snapshot(again.state()).encode())
             again = EngineCore(engine.config, executor)
             again.take_over(state)

@@ -15,10 +15,19 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from core.batch import kept_states
+from core.batch.carried import Copies
+from core.batch.kept_states import KeptStates
+from core.execution.plan import SavedStates
 from core.inputs import EngineInput
+from core.scheduling import scheduler
+from ipc.options.resolved import ResolvedConfig
+from ipc.tables.arrays import Ints, Rows
 from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Goodbye, ResetPrefixCache
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, ByHand, Driver, Received, add_message, expected_tokens, small_config
+from tests.core.stateful_executor import StatefulExecutor
+from tools.lab.check_scheduler.paged_executor import PagedExecutor
 
 MS = 1_000_000  # ns
 POISON = 999
@@ -85,15 +94,20 @@ def random_request(rng: random.Random, number: int, prefix: list[int], max_model
 
 
 class EngineMachine(RuleBasedStateMachine):
+    executor: type[PagedExecutor] = PagedExecutor
+
+    def config_of(self, config: dict[str, Any]) -> ResolvedConfig:
+        return small_config(**config)
+
     @initialize(config=configs)
     def start(self, config: dict[str, Any]) -> None:
         if config["preemption_mode"] == "recompute":
             config["num_swap_blocks"] = 0
         if not config["prefix_caching"]:
             config["num_host_blocks"] = 0
-        self.config = small_config(**config)
+        self.config = self.config_of(config)
         self.max_model_len = self.config.max_model_len or 0
-        self.driver = Driver(self.config, POISON)
+        self.driver = Driver(self.config, POISON, self.executor)
         self.pending: list[tuple[int, EngineInput]] = []
         self.added: dict[tuple[int, int], tuple[AddRequest, int]] = {}  # -> (message, step clock at its arrival)
         self.aborted: set[tuple[int, int]] = set()
@@ -157,7 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
         for (client, number), (message, arrival) in self.added.items():
             choices = [self.driver.inbox.received[client, number + choice] for choice in range(message.params.n)]
             self._check((client, number), message, arrival, choices)
-        again = Driver(self.config, POISON)
+        again = Driver(self.config, POISON, self.executor)
         for messages, now, replies in self.driver.log:
             assert again.engine.step(messages, now) == replies
         assert again.executor.plans == self.driver.executor.plans
@@ -187,6 +201,26 @@ class EngineMachine(RuleBasedStateMachine):
             assert (has_failed is not None and has_failed.code == ErrorCode.NUMERIC) == any(is_poisoned)
 
 
+class RecurrentMachine(EngineMachine):
+    """A model with recurrent layers, with few slots for kept states: each row's state is read back."""
+
+    executor = StatefulExecutor
+    num_copied = num_saved = 0
+
+    def config_of(self, config: dict[str, Any]) -> ResolvedConfig:
+        made = small_config(**config)
+        num_slots = 1 + made.num_blocks_override % 7  # type: ignore[operator]
+        sizes = {"kv_cache_memory_bytes": 2 * (made.max_num_seqs + num_slots), "swap_space_bytes": 6}
+        return msgspec.structs.replace(made, **sizes)
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "driver"):
+            assert isinstance(self.driver.executor, StatefulExecutor)
+            RecurrentMachine.num_copied += self.driver.executor.num_copied
+            RecurrentMachine.num_saved += self.driver.executor.num_saved
+
+
 def run(machine: type[EngineMachine], examples: int) -> None:
     """Play so many examples: always the same ones, and in a soak new ones."""
     run_state_machine_as_test(
@@ -206,6 +240,37 @@ def run(machine: type[EngineMachine], examples: int) -> None:
 @pytest.mark.parametrize("examples", [8, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_engine_survives_random_clients(examples: int) -> None:
     run(EngineMachine, examples)
+
+
+@pytest.mark.parametrize("examples", [8, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_rows_have_their_own_recurrent_states(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_states_of_short_prompts(monkeypatch)
+    run(RecurrentMachine, examples)
+    assert RecurrentMachine.num_copied > 9
+    assert RecurrentMachine.num_saved > 99
+
+
+def keep_states_of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, value in ((kept_states, "LEAST_TOKENS", 3), (scheduler, "LEAST_TOKENS", 3)):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(kept_states, "_LEAST_DISTANCE", 8)
+
+
+@pytest.mark.parametrize("fault", ["late", "of another"])
+def test_a_planted_state_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_states_of_short_prompts(monkeypatch)
+    save, add = KeptStates.save, Copies.add
+
+    def late(self: KeptStates, rows: Rows, counts: Ints) -> SavedStates | None:
+        saved = save(self, rows, counts)
+        return None if saved is None else saved._replace(after=np.maximum(saved.after - 1, 1))
+
+    if fault == "late":
+        monkeypatch.setattr(KeptStates, "save", late)
+    else:
+        monkeypatch.setattr(Copies, "add", lambda self, source, target: add(self, source - 1, target))
+    with pytest.raises(AssertionError, match="its state is not of"):
+        run(RecurrentMachine, 20)
 
 
 def test_rows_that_wait_for_a_step_of_prompts_are_skipped() -> None:
