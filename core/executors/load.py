@@ -115,9 +115,9 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
                 f"speculative_config: method {settings.method!r} needs a model of a built-in architecture; "
                 f"{config.model} is none"
             )
-        if settings.model is None:
-            return load_mtp(resolve_model(config.model), loaded.model, is_made_up)
-        return load_eagle3(resolve_model(settings.model), loaded.model, is_made_up)
+        path = resolve_model(settings.model or config.model)
+        load = load_mtp if settings.method == "mtp" else load_eagle3
+        return load(path, loaded.model, is_made_up)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
     given = {"model": settings.model, "load_format": load_format, "model_impl": "native", "mmproj": None}

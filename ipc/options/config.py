@@ -368,7 +368,8 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
         if has_workers:
             raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
         speculation = config.speculative_config
-        if speculation is not None and speculation.runs_model and speculation.method != "mtp":
+        is_own = speculation is not None and speculation.method == "mtp" and speculation.model is None
+        if speculation is not None and speculation.runs_model and not is_own:
             raise ConfigError(
                 f"{name} does not support the blocks of another model that drafts: leave out {name}, or use method "
                 "'mtp', 'ngram' or 'suffix'"

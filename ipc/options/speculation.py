@@ -118,8 +118,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(
                 f'speculative_config: method {self.method!r} needs "model": the name or path of the model that drafts'
             )
-        if self.model is not None and self.method not in _NAMING_METHODS:
-            names = " and ".join(map(repr, _NAMING_METHODS))
+        if self.model is not None and self.method not in _MODEL_METHODS:
+            names = ", ".join(map(repr, _MODEL_METHODS))
             raise ConfigError(f"speculative_config: model is for methods {names}; leave it out of {self.method!r}")
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name or a path; got {self.model!r:.80}")

@@ -104,8 +104,11 @@ class MtpModel:
         return str(folder)
 
     @torch.no_grad()
-    def write_gguf(self, path: Path) -> str:
-        """Write a file as llama.cpp's converter does: the layer follows the model's last one."""
+    def write_gguf(self, path: Path, layer: Path | None = None) -> str:
+        """Write a file as llama.cpp's converter does: the layer follows the model's last one.
+
+        layer: the file with the layer, with embeddings and head, but without the other layers; None = it is the same.
+        """
         index, count, kind = self.family.layer, self.model.config.num_hidden_layers, GGUF_CASES[self.family.case]
         more = 1.0 if "qwen" in self.family.case else 0.0  # what the converter adds to norms
         parts = {"eh_proj": self.fc, "enorm": self.token_norm.weight + more, "hnorm": self.state_norm.weight + more}
@@ -123,7 +126,12 @@ class MtpModel:
             writer.kv_data[0].pop(f"{kind}.nextn_predict_layers", None)
             writer.add_nextn_predict_layers(1)
 
-        write_model(path, self.model, kind, further, lambda tensors: tensors | own)
+        def with_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {name: tensor for name, tensor in tensors.items() if layer is None or "blk" not in name} | own
+
+        write_model(layer or path, self.model, kind, further, with_layer)
+        if layer is not None:
+            write_model(path, self.model, kind)
         return str(path)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore, StateContents
 from core.tiers.connector import Tier
 from core.tiers.portable_names import PortableNames
+from ipc.errors import ConfigError
 from ipc.tables.arrays import Int32s
 from ipc.wire.messages import AddRequest
 from tests.core.driving import add_message
@@ -71,6 +72,19 @@ def test_layers_of_gguf_files_draft_what_those_of_folders_do(models: Any, family
     assert len(heard) > 50
     assert stats.num_draft_tokens > 5
     assert tokens
+
+
+def test_the_layer_may_be_in_a_file_of_its_own(models: Any, tmp_path: Path) -> None:
+    """As some publish GGUF files."""
+    reference, _ = models("qwen3.5")
+    layer = tmp_path / "mtp.gguf"
+    path = reference.write_gguf(tmp_path / "model.gguf", layer)
+    config = config_of(path, "mtp", str(layer), **OPTIONS)
+    _, _, heard = run(config, GREEDY, 3)
+    for known, drafts in heard[:: len(heard) // 8]:
+        reference.check(known, drafts)
+    with pytest.raises(ConfigError, match="it has no multi-token prediction layer"):
+        LocalExecutor(config_of(path, "mtp", **OPTIONS))
 
 
 # --- a prompt again, among others ------------------------------------------------------------------------------------

@@ -146,8 +146,9 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str
 def test_blocks_have_k_and_v_of_a_models_own_layer_and_of_no_other_model() -> None:
     drafts: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
     assert given(None, kv_dir="d", speculative_config=drafts).kv_stores == ["kv_dir"]
-    with pytest.raises(ConfigError, match="kv_dir does not support the blocks of another model that drafts"):
-        given(None, kv_dir="d", speculative_config={**drafts, "method": "eagle3", "model": "head"})
+    for method in ("eagle3", "mtp"):
+        with pytest.raises(ConfigError, match="kv_dir does not support the blocks of another model that drafts"):
+            given(None, kv_dir="d", speculative_config={**drafts, "method": method, "model": "head"})
 
 
 def test_an_option_that_is_given_twice_is_refused() -> None:
