@@ -145,3 +145,15 @@ def test_numbers_of_8_bits_are_others() -> None:
     """Else the tokens above would say nothing of the option."""
     numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     assert not np.array_equal(in_8_bits(numbers), numbers)
+
+
+def test_fp8_becomes_8_bits_or_dense() -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 0x70, (4, 128), np.uint8) | rng.integers(0, 2, (4, 128), np.uint8) << np.uint8(7)
+    tensors = {"weight": codes, "weight_scale": np.full((4, 1), 0.01, np.float32)}
+    matrix = unpack_files(tensors, (4, 128), "fp8", FLOAT32)
+    assert [part.type_name for part in matrix.parts] == ["FP8"]
+    assert pack(matrix, WeightForm.STORED, DEVICE) is None
+    parts = pack(matrix, WeightForm.INT8, DEVICE)
+    assert parts is not None
+    assert np.array_equal(to_array(unpack(parts[0])), in_8_bits(matrix.dense(FLOAT32)))

@@ -13,7 +13,7 @@ from kernels.cpu.packed_weights import QUANTIZED
 from kernels.cpu.quantized import BlockRows, bits_in_memory, quantize
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
 from kernels.elements import BFLOAT16, FLOAT32, Numbers, rounded, to_floats
-from tests.kernels.block_scales import TYPES, num_scales, set_scales, without_nan
+from tests.kernels.block_scales import TYPES, WIDE_SCALES, num_scales, set_scales, without_nan
 from tests.kernels.test_dequantize import random_blocks
 
 DEPTH = 512
@@ -157,6 +157,14 @@ def test_scales_of_all_magnitudes(variant: CpuLibrary, name: str) -> None:
     rough = random_blocks(name, 32 * DEPTH // weights, seed=5).reshape(32, -1)
     assert rough.shape[1] == DEPTH // weights * num_bytes
     assert_same_products(variant, [BlockRows(name, rough), ordinary(name, 64)], [1, 8])
+
+
+@pytest.mark.parametrize("name", WIDE_SCALES)
+def test_many_scales_of_24_bits_need_no_whole_panel(variant: CpuLibrary, name: str) -> None:
+    """Of some 30,000 products of a code and a scale in a panel, some are just below a power of two."""
+    stored = quantize(variant, [ordinary(name, 64, 8192)])
+    assert stored is not None
+    assert not stored.has_whole_panels
 
 
 @pytest.mark.parametrize("name", TYPES)

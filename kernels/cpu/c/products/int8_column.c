@@ -15,7 +15,7 @@ static float code_of(const Int8Group *group, int k, int column, int type) {
     return traits.has_minimum ? code : code - (1 << traits.zero_bits);
 }
 
-/* A product of a code and a scale is exact (quantized_decode.h), so all variants give the same number. */
+/* The product and the sum are rounded as dequantize.h rounds them. */
 void int8_column(const void *weights, int64_t depth, int64_t column, float *out) {
     const QuantizedPanel *entry = quantized_panel(weights, column / PANEL_COLUMNS);
     const char *panel = (const char *)weights + entry->offset;

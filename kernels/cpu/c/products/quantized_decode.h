@@ -7,7 +7,9 @@
  * power of two; gemm_quantize() does not let such a weight through, nor one that is not finite. AVX512_BF16 has an
  * instruction that rounds like this. It treats numbers below 2**-126 as zeros, which gemm_quantize() detects too.
  *
- * A scale of WIDE and DIVIDED is any float32, so its product is rounded, to the number that dequantize.h gives.
+ * A scale of WIDE and DIVIDED is any float32, so its product is rounded, to the number that dequantize.h gives, and may
+ * have all 24 bits. With a scale for each few weights many panels would have such a weight just below a power of two. So
+ * these types are rounded to bfloat16 by integers.
  */
 #ifndef QUANTIZED_DECODE_H
 #define QUANTIZED_DECODE_H
@@ -34,6 +36,18 @@ INLINE Floats load_float16(const char *from) {
 }
 
 INLINE Floats rounded_exactly(Floats f) { return multiply_add(f, all_floats(-65536.0f), f * 65537.0f); }
+
+/* Round as rounded_exactly(), and all other finite numbers too. */
+INLINE Floats rounded_by_integers(Floats f) {
+    const Words bits = (Words)f;
+    return (Floats)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+
+INLINE int has_wide_scales(const int type) { return BLOCK_TYPES[type].scales == WIDE || BLOCK_TYPES[type].scales == DIVIDED; }
+
+INLINE Floats rounded_weight(Floats f, const int type) {
+    return has_wide_scales(type) ? rounded_by_integers(f) : rounded_exactly(f);
+}
 
 INLINE int has_minimum(const int type) { return BLOCK_TYPES[type].has_minimum; }
 INLINE int has_halves(const int type) { return type != WHOLE_PANEL && BLOCK_TYPES[type].has_halves; }
@@ -283,15 +297,16 @@ INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const
     return number * scales->scale[half];
 }
 
-/* Round floats to bfloat16 and return them as pairs. */
-INLINE Words pairs_of(const Floats even, const Floats odd) {
+/* Round weights to bfloat16 and return them as pairs. */
+INLINE Words pairs_of(const Floats even, const Floats odd, const int type) {
 #if defined(__AVX512BF16__)
+    (void)type;
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i places = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16));
     return (Words)_mm512_permutexvar_epi16(places, halves);
 #else
-    return ((Words)rounded_exactly(even) >> 16) | (Words)rounded_exactly(odd);
+    return ((Words)rounded_weight(even, type) >> 16) | (Words)rounded_weight(odd, type);
 #endif
 }
 
@@ -314,10 +329,10 @@ INLINE Two two_weights(const char *codes, const RowCodes *row, const OwnParts *o
     const Floats even = unrounded_weight(row, own, r, i, scales, type);
     const Floats odd = unrounded_weight(row, own, r, i + 1, scales, type);
     if (BY_PAIRS) {
-        two.steps[0] = pairs_of(even, odd);
+        two.steps[0] = pairs_of(even, odd, type);
     } else {
-        two.steps[0] = (Words)rounded_exactly(even);
-        two.steps[STEPS_OF_TWO - 1] = (Words)rounded_exactly(odd);
+        two.steps[0] = (Words)rounded_weight(even, type);
+        two.steps[STEPS_OF_TWO - 1] = (Words)rounded_weight(odd, type);
     }
     return two;
 }
