@@ -60,6 +60,7 @@ def quantize(
             raise ValueError(
                 f"rows of {part.data.shape[1]} bytes {part.type_name} are no rows of {parts[0].depth} numbers"
             )
+    assert not in_8_bits or not any(part.type_name in FLOAT_CODES for part in parts), "in_q8_0() has changed these"
     if all(part.type_name in PLAIN_TYPES for part in parts):
         return None
     num_columns, depth = sum(len(part.data) for part in parts), parts[0].depth

@@ -29,7 +29,7 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.kernels.attention_reference import reference_attention
-from tests.kernels.block_scales import TYPES
+from tests.kernels.block_scales import INTEGER_TYPES
 from tests.kernels.cpu.test_attention import CpuBench, attention_of
 from tests.kernels.cpu.test_int8 import packed
 from tests.kernels.cpu.test_quantized import numbers
@@ -182,7 +182,7 @@ def test_attention_by_the_instructions_has_the_emulated_bits() -> None:
 
 
 @pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_products_of_codes_by_the_instructions_have_the_emulated_bits(name: str) -> None:
     library, x = load_cpu_library("amx"), numbers(140)
     use, matrix = (

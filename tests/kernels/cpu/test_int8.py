@@ -16,7 +16,7 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
 from kernels.cpu.packed_weights import INT8
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
-from kernels.dequantize import BLOCK_SIZES, K_BLOCK
+from kernels.dequantize import BLOCK_SIZES, FLOAT_CODES, K_BLOCK, dequantize
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
 from tests.kernels.block_scales import INTEGER_TYPES, set_scales
 from tests.kernels.cpu.int8_reference import parts_of, product
@@ -170,6 +170,17 @@ def test_blocks_are_those_of_the_gguf_package(best: CpuLibrary, dtype: np.dtype,
     assert made is not None
     assert made.type_name == "Q8_0"
     assert np.array_equal(made.data, gguf.quantize(to_floats(stored), GGUF.Q8_0))
+
+
+@pytest.mark.parametrize("name", FLOAT_CODES)
+def test_codes_that_are_floats_become_blocks_of_their_numbers(best: CpuLibrary, name: str) -> None:
+    rows = ordinary(name, 40)
+    made = in_q8_0(best, rows)
+    assert made is not None
+    assert made.type_name == "Q8_0"
+    assert np.array_equal(made.data, gguf.quantize(dequantize(rows.data.reshape(-1), name).reshape(40, -1), GGUF.Q8_0))
+    with pytest.raises(AssertionError, match="in_q8_0"):
+        quantize(best, [rows], in_8_bits=True)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
