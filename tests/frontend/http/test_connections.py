@@ -3,7 +3,6 @@
 import random
 import struct
 import threading
-import time
 from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
@@ -133,6 +132,7 @@ def test_who_does_not_read_holds_up_nobody(served: Caller, llm: LLM) -> None:
             peer.sendall(post_bytes("/v1/completions", LONG))
         answer = served.complete("Witness", max_tokens=50, temperature=0)
         assert answer.status == 200
+        wait_for(lambda: llm.statistics().num_running + llm.statistics().num_waiting == 0)  # and the connection full
         text = _read_text(stalled[0])
         assert text == wanted[0].outputs[0].text
     finally:
@@ -144,7 +144,6 @@ def _read_text(peer) -> str:
     import json
 
     data = b""
-    time.sleep(1)  # the engine is long done, and the connection full
     while b"data: [DONE]" not in data[-100:]:
         part = peer.recv(1 << 20)
         assert part, data[-300:]

@@ -10,7 +10,7 @@ import numpy as np
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.params.sampling_params import SamplingParams
-from tests.frontend.http.caller import serving
+from tests.frontend.http.caller import serving, wait_for
 from tests.test_readme import free_port
 
 PATIENCE_S = 40.0
@@ -23,7 +23,7 @@ def test_health_tells_that_the_engine_hangs() -> None:
         client = EngineClient(ZmqTransport(caller.connect))
         number = client.submit([1, 2], SamplingParams(max_tokens=60, ignore_eos=True), seed=0)
         assert caller.get("/health").status == 200
-        time.sleep(0.2)  # some steps, so that their usual time is known
+        wait_for(lambda: len(client.read(number).token_ids) > 5)  # steps, so that their usual time is known
         pid = client.welcome.pid
         os.kill(pid, signal.SIGSTOP)
         begin, statuses, said = time.monotonic(), [200], ""
