@@ -100,14 +100,15 @@ def ask(page: Page, text: str) -> None:
     assert page.locator(".error").count() == 0, page.locator(".error").inner_text()
 
 
-def answer_with(page: Page, text: str, parts: int = 7) -> list[Any]:
-    """Let the server's next answers be this text -> the requests that were sent."""
+def answer_with(page: Page, text: str, parts: int = 7, reasoning: str = "") -> list[Any]:
+    """Let the server's next answers be this text, after this reasoning -> the requests that were sent."""
     sent: list[Any] = []
 
     def fulfil(route: Route) -> None:
         sent.append(route.request.post_data_json)
         step = max(1, len(text) // parts)
         events: list[Any] = [{"delta": {"content": text[at : at + step]}} for at in range(0, len(text), step)]
+        events[:0] = [{"delta": {"reasoning": reasoning}}] if reasoning else []
         lines = [{"choices": [one]} for one in events] + [{"choices": [{"delta": {}, "finish_reason": "stop"}]}]
         details = {"prompt_tokens_details": {"cached_tokens": 48}}
         lines.append({"choices": [], "usage": {"prompt_tokens": 60, "completion_tokens": 30, **details}})
@@ -212,8 +213,12 @@ def check_markdown(walk: Walk) -> None:
     """Markdown becomes elements, a block of code has its language and a button that copies it."""
     page = walk.page("single")
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    answer_with(page, MARKDOWN)
+    sent = answer_with(page, MARKDOWN, reasoning="<i>First</i> I think.")
     ask(page, "Show me")
+    thought = page.locator("details.thought")
+    expect(thought).not_to_have_attribute("open", "")
+    thought.locator("summary").click()
+    expect(thought.locator(".plain_text")).to_have_text("<i>First</i> I think.")
     for name in ("h2", "strong", "em", "ol > li", "table td", "blockquote", "pre > code"):
         assert page.locator(f".assistant .words {name}").count(), name
     expect(page.locator(".code_head span")).to_have_text("python")
@@ -222,6 +227,8 @@ def check_markdown(walk: Walk) -> None:
     expect(page.locator("#spoken")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()").startswith("def add(one, other):")
     assert "48 cached" in page.locator(".figures .cached").inner_text()
+    ask(page, "Again")
+    assert [one["content"] for one in sent[1]["messages"]] == ["Show me", MARKDOWN, "Again"]  # without the reasoning
 
 
 def check_markup(walk: Walk) -> None:
@@ -250,16 +257,15 @@ def check_markup(walk: Walk) -> None:
     home = f"http://127.0.0.1:{walk.settings['single']}/"
     assert [url for url in asked if not url.startswith(home)] == []
     # What the page itself forbids, if the two checks before it should fail.
-    assert (
-        page.evaluate("""async () => {
+    script = """async other => {
         const tried = document.createElement("script"), found = [];
         try { tried.textContent = "1"; } catch { found.push("text"); }
         try { document.body.innerHTML = "<b>x</b>"; } catch { found.push("markup"); }
-        try { await fetch("http://127.0.0.1:9/"); } catch { found.push("fetch"); }
+        try { await fetch(other, {mode: "no-cors"}); } catch { found.push("fetch"); }
         return found.join();
-    }""")
-        == "text,markup,fetch"
-    )
+    }"""
+    other = f"http://127.0.0.1:{walk.settings['many']}/ready"  # it answers
+    assert page.evaluate(script, other) == "text,markup,fetch"
     walk.errors.clear()  # the browser notes what it refused
 
 
@@ -350,6 +356,23 @@ def check_conversations(walk: Walk) -> None:
     with page.expect_download() as download:
         page.click("#export_all")
     assert len(json.loads(Path(download.value.path()).read_text())["conversations"]) == 1
+
+
+def check_removal(walk: Walk) -> None:
+    """A conversation that is deleted while its answer arrives stays deleted."""
+    page = walk.page("many")
+    page.select_option("#model", "made-up")
+    page.fill("#text", "Go on")
+    page.press("#text", "Enter")
+    expect(page.locator("[aria-busy] .words")).to_have_text(re.compile(".{20}", re.S), timeout=60_000)
+    page.get_by_role("button", name="rename, export or delete: Go on").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    page.click("#ask_yes")
+    expect(page.locator("#chat_list li")).to_have_count(0)
+    expect(page.locator("#send")).to_be_visible()
+    page.reload()
+    expect(page.locator("#model option")).not_to_have_count(0)
+    assert page.locator(".turn, #chat_list li").count() == 0
 
 
 def check_storage(walk: Walk) -> None:
