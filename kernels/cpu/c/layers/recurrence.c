@@ -195,14 +195,17 @@ INLINE Strip renew(float *state, float decay, const float *key, const float *que
     Strip sums[2] = {{{{0}}}, {{{0}}}};
     for (int64_t k = 0; k < key_dim; k += 2)
         UNROLLED
-        for (int odd = 0; odd < 2; odd++)
+        for (int odd = 0; odd < 2; odd++) {
+            /* Read once: as far as the compiler knows, the stores below may change them. */
+            const Floats one_key = all_floats(key[k + odd]), one_query = all_floats(query[k + odd]);
             UNROLLED
             for (int i = 0; i < VECTORS; i++) {
                 float *place = state + (k + odd) * STRIP + i * LANES;
-                const Floats next = multiply_add(all_floats(key[k + odd]), added.of[i], load_floats(place) * decay);
+                const Floats next = multiply_add(one_key, added.of[i], load_floats(place) * decay);
                 store_floats(place, next);
-                sums[odd].of[i] = multiply_add(all_floats(query[k + odd]), next, sums[odd].of[i]);
+                sums[odd].of[i] = multiply_add(one_query, next, sums[odd].of[i]);
             }
+        }
     UNROLLED
     for (int i = 0; i < VECTORS; i++) sums[0].of[i] = sums[0].of[i] + sums[1].of[i];
     return sums[0];
