@@ -11,6 +11,7 @@ from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import SharedBlocks
+from core.execution.state_slots import num_states
 from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
 from core.executors.local import model_adapters
@@ -27,9 +28,10 @@ from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
 from core.runner.hosted_model import HostedModel
 from core.runner.model_drafter import ModelDrafter
+from core.runner.state_rows import RowStates
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
-from ipc.errors import OutOfMemoryError
+from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.step_sizes import SizedConfig, with_rows
@@ -39,6 +41,7 @@ from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.lora import compile_adapters
+from kernels.triton.recurrence import DeviceStates, no_states
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
@@ -63,6 +66,7 @@ class CudaExecutor:
         self.info = msgspec.structs.replace(loaded.info, device_memory_bytes=self.memory.device_bytes)
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+        _check_recurrent(config, model)
         self._overlaps = overlaps(config)
         self._drafting = self._load_draft_model(config)
         settings = config.speculative_config
@@ -104,6 +108,7 @@ class CudaExecutor:
                 adapters=self.adapters,
                 pooler=self._loaded.source.pooler,
                 drafter=self._make_drafter(config.max_model_len, sizes),
+                states=self._make_states(config),
                 **sizes,
             )
         if self.adapters is not None:
@@ -156,6 +161,19 @@ class CudaExecutor:
             num_drafts=self._num_drafts,
         )
 
+    def _make_states(self, config: ResolvedConfig) -> RowStates | None:
+        """Return the recurrent states of the rows, and those that are kept; None: the model has none.
+
+        Errors: MemoryError.
+        """
+        if not self.info.state_bytes:
+            return None
+        shape = num_states(config, self.info.state_bytes), self._model.config.state_size
+        try:
+            return RowStates(torch.empty(shape, device=self._operations.device))
+        except RuntimeError as error:
+            raise MemoryError(f"{shape[0]} recurrent states of {4 * shape[1]} bytes: {error}") from error
+
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so the time of one short step predicts nothing."""
         return 0
@@ -170,6 +188,20 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Do nothing: the memory is freed when the process ends."""
+
+
+def _check_recurrent(config: EngineConfig, model: Llama) -> None:
+    """Refuse options that a model with recurrent layers does not support on a device. Errors: ConfigError."""
+    if model.config.recurrent is None:
+        return
+    wanted = {
+        "speculative_config": config.speculative_config is not None,
+        "preemption_mode": config.preemption_mode != "recompute",
+        **dict.fromkeys(config.kv_stores, True),
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise ConfigError(f"{name}: models with recurrent layers do not support it on device='cuda': leave it out")
 
 
 def create(config: EngineConfig) -> CudaExecutor:
@@ -290,6 +322,7 @@ class CudaMemory:
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         metadata = tuple(work._replace(window=window) for window in model.windows)
         inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
+        inputs = inputs._replace(requests=self._no_states(torch.from_numpy(counts)))
         logits = model.logits(model.hidden_states(inputs), inputs.logits_rows)
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns(
@@ -319,4 +352,10 @@ class CudaMemory:
         work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
         metadata = tuple(work._replace(window=window) for window in model.windows)
         ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
-        model.hidden_states(ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0]))
+        inputs = ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0])
+        model.hidden_states(inputs._replace(requests=self._no_states(torch.ones(num_rows))))
+
+    def _no_states(self, num_tokens: torch.Tensor) -> DeviceStates | None:
+        """Return states for a trial step with requests of num_tokens [R] tokens each; None: the model has none."""
+        size = self._model.config.state_size
+        return no_states(size, num_tokens.to(self._device)) if size else None

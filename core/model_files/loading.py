@@ -165,11 +165,6 @@ def why_not_updated(base: LoadedModel, config: EngineConfig) -> str:
 def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig) -> LoadedModel:
     """Load a model of our own for a GPU. Errors: those of load_model()."""
     form = _GPU_FORMS[config.quantization]
-    if form is not WeightForm.DENSE and model_config.experts is not None:
-        raise ConfigError(
-            f"quantization={config.quantization!r} with device='cuda' does not fit {path}, which has routed MLPs: use "
-            "'none'"
-        )
     weights = open_weights(config.load_format, path, model_config, dtype)
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model

@@ -52,8 +52,6 @@ def missing_on_device(config: ModelConfig) -> str | None:
     """Return the name of a feature of the model that the device's kernels lack, or None."""
     features = {
         "attention to the whole prompt": not config.is_causal,
-        "latent attention": config.latent is not None,
-        "recurrent layers": config.recurrent is not None,
         "heads of several sizes": config.full_heads is not None,
         "normalised values": config.value_norm,
         "gates of heads": config.head_gates,

@@ -1,7 +1,7 @@
 """ModelInputs and StepResult: the input and the output of one forward pass of a model."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from ipc.tables.arrays import Floats, Int32s, Ints
 from kernels.memory.kv_cache import KVCache
-from kernels.recurrence import StateRows
 
 #: The generation of inputs whose arrays are only used in one step.
 ONCE = 0
@@ -36,7 +35,9 @@ class ModelInputs(NamedTuple):
     #: [.., (1 + deep) * hidden] float32: embeddings for token ids below 0, which are -1 - row, and what is added to
     #: their hidden states after the first layers. None: there are none.
     given: Floats | None = None
-    requests: StateRows | None = None  # where the recurrent states are; None: the model has none
+    #: Where the recurrent states are: StateRows, or on a device kernels.triton.recurrence.DeviceStates. None: the model
+    #: has none.
+    requests: Any = None
     window_slots: Ints | None = None  # [T] slots in layers with a window; None: the same as the others'
     #: Positions by which heads are rotated: [T], or [T, 3] if a token of an image has three (config.rope_axes). None:
     #: `positions`.

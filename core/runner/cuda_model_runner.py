@@ -24,6 +24,7 @@ from core.runner.drafter import Drafter, RanStep
 from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
 from core.runner.step_inputs import draft_samples
 from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, TrialLoop
@@ -33,9 +34,11 @@ from core.sampling.sampler import SamplingInputs, processed_logits
 from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Positions, Rows
 from ipc.tables.rounding import ceil_div
+from kernels.recurrence import StateRows
 from kernels.triton.attention_work import SPLIT, TritonWork, shared_tokens, triton_work, work_columns
 from kernels.triton.log_softmax import log_softmax
 from kernels.triton.prepare_inputs import prepare_inputs
+from kernels.triton.recurrence import DeviceStates
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
 # StepColumns: the tokens and samples of a step on a device, as columns in host memory, made from its plan.
@@ -148,13 +151,14 @@ class CudaModelRunner(ModelRunner):
         adapters: Adapters | None = None,
         pooler: Pooler | None = None,
         drafter: Drafter | None = None,
+        states: RowStates | None = None,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
         only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
         structured_outputs; None = no request has them. shares_blocks: read blocks that all rows have in common once for
-        all of them; no bit depends on it. adapters, pooler, drafter: see ModelRunner.
+        all of them; no bit depends on it. adapters, pooler, drafter, states: see ModelRunner.
         Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
@@ -168,6 +172,7 @@ class CudaModelRunner(ModelRunner):
             adapters=adapters,
             pooler=pooler,
             drafter=drafter,
+            states=states,
         )
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
@@ -211,6 +216,10 @@ class CudaModelRunner(ModelRunner):
         token_ids = torch.zeros(count, dtype=torch.int64, device=device)
         slots = torch.arange(size, size + count, device=device)  # from block 1 on
         inputs = ModelInputs(token_ids, work.positions, slots, metadata, self.cache, token_ids[:0])
+        if self.states is not None:
+            inputs = inputs._replace(
+                requests=StateRows(self.states.states, np.zeros(1, np.int64), np.array([0, count]))
+            )
 
         def compute(_: int) -> None:
             self._llama.hidden_states(inputs)
@@ -286,7 +295,8 @@ class CudaModelRunner(ModelRunner):
             self._pending.result()
         columns = self._columns(plan)
         adapters = self._adapter_rows.of_tokens(plan.rows, columns.num_tokens) if self._adapter_rows else None
-        hidden, logits_rows = self._launch(columns, adapters)
+        saves = None if self.states is None else self.states.with_planned(None, _firsts(columns))
+        hidden, logits_rows = self._launch(columns, adapters, saves)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             result = self._llama.result(hidden, NO_INTS)
@@ -322,7 +332,7 @@ class CudaModelRunner(ModelRunner):
             failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
             sampled.tell(self._host)
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers:
+        if self.matchers and (self.states is None or self.states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             drafts = self._with_guesses(self.drafter, RanStep(plan), drafts)
@@ -368,10 +378,13 @@ class CudaModelRunner(ModelRunner):
         self._tables.write_drafts(columns.rows[is_draft], columns.positions[is_draft], plan.draft_token_ids)
         return columns
 
-    def _launch(self, columns: StepColumns, adapters: TokenAdapters | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _launch(
+        self, columns: StepColumns, adapters: TokenAdapters | None = None, saves: Ints | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample.
 
-        No graph has adapters, because how many tiles of tokens they have differs from step to step.
+        saves: see DeviceStates. No graph has any, or adapters, because how many tiles of tokens these have differs from
+        step to step.
         """
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
@@ -382,6 +395,7 @@ class CudaModelRunner(ModelRunner):
         if (
             self.graphs is not None
             and adapters is None
+            and saves is None
             and len(alone) == len(rows)
             and self.graphs.fits(
                 self.graphs.size_of(
@@ -393,8 +407,17 @@ class CudaModelRunner(ModelRunner):
         else:
             blocks, splits = self._tables.blocks, work.num_splits
             given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
-            hidden = self._forward(given, adapters)
+            hidden = self._forward(given, self._requests(columns, saves), adapters)
         return hidden, logits_rows
+
+    def _requests(self, columns: StepColumns, saves: Ints | None) -> DeviceStates | None:
+        """Return where the recurrent states of a step's requests are; None: the model has none."""
+        if self.states is None:
+            return None
+        firsts = _firsts(columns)
+        rows, owners = self.states.places[columns.rows[firsts[:-1]]], np.arange(len(firsts) - 1).repeat(np.diff(firsts))
+        sent = self._tables.send_columns((rows, firsts, owners, NO_INTS if saves is None else saves))
+        return DeviceStates(self.states.states, sent[0], sent[1], sent[2], None if saves is None else sent[3])
 
     def decode(
         self,
@@ -413,9 +436,15 @@ class CudaModelRunner(ModelRunner):
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
         work = TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared, common)
-        hidden.copy_(self._forward(work))
+        requests = None
+        if self.states is not None:  # without drafts, the state of a row is where it was at the start
+            firsts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+            requests = DeviceStates(self.states.states, rows, firsts, firsts[:-1])
+        hidden.copy_(self._forward(work, requests))
 
-    def _forward(self, work: TritonWork, adapters: TokenAdapters | None = None) -> torch.Tensor:
+    def _forward(
+        self, work: TritonWork, requests: DeviceStates | None, adapters: TokenAdapters | None = None
+    ) -> torch.Tensor:
         """Return the hidden states [T, hidden].
 
         work: its tables are the device's block tables. Its window is ignored, because each layer has its own.
@@ -423,6 +452,7 @@ class CudaModelRunner(ModelRunner):
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing, adapters=adapters)
+        inputs = inputs._replace(requests=requests)
         hidden: torch.Tensor = self._llama.hidden_states(inputs)
         return hidden
 
@@ -504,3 +534,8 @@ class CudaModelRunner(ModelRunner):
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+def _firsts(columns: StepColumns) -> Ints:
+    """Return the index [R + 1] of each row's first token, then the number of tokens."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(columns.num_tokens, dtype=np.int64)))

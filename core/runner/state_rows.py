@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
+from core.models.operations.tensor import Tensor
 from core.models.step import ONCE
 from core.runner.step_inputs import StepInputs
-from ipc.tables.arrays import AnyInts, Bools, Floats, Ints
+from ipc.tables.arrays import AnyInts, Bools, Ints
 from kernels.recurrence import StateRows
 
 
@@ -30,8 +31,8 @@ class DraftStates(NamedTuple):
 class RowStates:
     """The states of all rows, and slots for others."""
 
-    def __init__(self, states: Floats, num_spare: int = 0) -> None:
-        """states [rows, slots and spare slots, numbers] float32.
+    def __init__(self, states: Tensor, num_spare: int = 0) -> None:
+        """states [rows, slots and spare slots, numbers] float32, on the host or a device.
 
         num_spare: the most drafts in all steps whose tokens are not known yet.
         """
@@ -55,14 +56,21 @@ class RowStates:
         if rows is None or generation == ONCE or generation != inputs.generation or self._plan is not None:
             firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
             saves = None if inputs.sample_offsets is None else self._save(inputs, inputs.sample_offsets)
-            if self._plan is not None:
-                if saves is None:
-                    saves = np.full(len(inputs.token_ids), -1)
-                tokens = firsts[self._plan.saved_rows] + self._plan.saved_after - 1
-                saves[tokens] = self.places[self._plan.saved_slots]
-            rows = StateRows(self.states, self.places[inputs.rows], firsts, saves)
+            rows = StateRows(self.states, self.places[inputs.rows], firsts, self.with_planned(saves, firsts))
             self._last = inputs.generation if self._plan is None else ONCE, rows
         return rows
+
+    def with_planned(self, saves: Ints | None, firsts: Ints) -> Ints | None:
+        """Return `saves` [T] with the states that the step's plan keeps; None: there are none.
+
+        firsts [R + 1]: index of each request's first token, then T.
+        """
+        if (plan := self._plan) is None:
+            return saves
+        if saves is None:
+            saves = np.full(int(firsts[-1]), -1)
+        saves[firsts[plan.saved_rows] + plan.saved_after - 1] = self.places[plan.saved_slots]
+        return saves
 
     def _save(self, inputs: StepInputs, offsets: Ints) -> Ints:
         """Return where the state after each token [T] is stored; -1: only the row's last state is kept."""

@@ -69,7 +69,7 @@ def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
     """
     if dtype.itemsize == 4:
         return 32 if head_dim <= 64 else 16
-    return 64 if head_dim <= 128 else 32
+    return 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16
 
 
 #: Compiler options of a prefill program, which needs more registers than 4 warps have.
@@ -78,7 +78,7 @@ PREFILL_OPTIONS = {"num_warps": 8, "num_stages": 2}
 
 def prefill_parts(head_dim: int) -> int:
     """Return the programs of a query tile and KV head: more if the registers of one have no room for its sums."""
-    return 1 if head_dim <= 128 else 2
+    return 1 if head_dim <= 128 else 2 if head_dim <= 256 else 8
 
 
 class WorkColumns(NamedTuple):

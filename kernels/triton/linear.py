@@ -55,6 +55,10 @@ class DeviceLinear:
         self.weight, self.out_dtype, self.product = weight.contiguous(), out_dtype or weight.dtype, product
         self.bias = None if bias is None else bias.to(self.out_dtype)
 
+    def in_own_dtype(self) -> "DeviceLinear":
+        """Return the same layer with results of the weight's dtype."""
+        return DeviceLinear(self.weight, self.bias, product=self.product)
+
     @property
     def variant(self) -> str:
         """Return the name of the product, for reports."""

@@ -47,11 +47,19 @@ class PackedLinear:
     ) -> None:
         """Keep the parts. name: of the weights' form, for `variant`. product: for many rows."""
         self.parts, self.dtype, self.out_dtype = tuple(parts), dtype, out_dtype
-        self._product, self._in_parts = product, product is torch_product
+        self._product, self._in_parts, self._name = product, product is torch_product, name
         self._most_rows = MOST_FLOAT_ROWS if dtype == torch.float32 else MOST_ROWS
         self.bias = None if bias is None else bias.to(out_dtype)
         self.out_features = sum(len(part.codes) for part in parts)
         self.variant = f"triton-{name}.{ARITHMETIC}-rows.{self._most_rows}"
+
+    def in_own_dtype(self) -> "PackedLinear":
+        """Return the same layer with results of x's dtype."""
+        return PackedLinear(self.parts, self.bias, self.dtype, self.dtype, name=self._name, product=self._product)
+
+    def dense_weight(self) -> torch.Tensor:
+        """Return the weights [out, in], rounded to x's dtype."""
+        return torch.cat([unpack(part, self.dtype) for part in self.parts])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x [T, in] -> [T, out] with out_dtype."""
@@ -86,18 +94,27 @@ _TILE_ROWS = 64
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows"])
 def unpack_kernel(
-    codes, scales, fine, minima, fine_minima, out, num_rows, depth, width, num_groups,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    codes, scales, fine, minima, fine_minima, out, used, num_rows, depth, width, num_groups, each,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHECKS: tl.constexpr,
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     MINIMA: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Unpack BLOCK_K bytes of codes for BLOCK_N rows per program. width: bytes of codes per row."""
+    """Unpack BLOCK_K bytes of codes for BLOCK_N rows per program. width: bytes of codes per row.
+
+    CHECKS: only rows of parts of `each` rows that are used.
+    """
     place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(place, num_rows - 1).to(tl.int64)
+    there = place < num_rows
+    if CHECKS:
+        wanted = tl.load(used + row // each)
+        if tl.max(wanted, 0) == 0:
+            return
+        there = there & (wanted != 0)
     WEIGHTS: tl.constexpr = BLOCK_K * 8 // (8 if BITS > 4 else 4)
     first, group = tl.program_id(0) * WEIGHTS, tl.program_id(0) * (WEIGHTS // GROUP)
     at = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    inside = (place < num_rows)[:, None] & (at < width)[None, :]
+    inside = there[:, None] & (at < width)[None, :]
     packed = tl.load(codes + row[:, None] * width + at[None, :], mask=inside, other=0).to(tl.int32) << BIT
     target = out + row[:, None] * depth + (first + tl.arange(0, BLOCK_K))[None, :]
     weights = unpacked(
@@ -114,10 +131,16 @@ def unpack_kernel(
 # fmt: on
 
 
-def unpack(packed: PackedRows, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights [rows, depth], rounded once to dtype."""
+def unpack(
+    packed: PackedRows, dtype: torch.dtype, out: torch.Tensor | None = None, used: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the weights [rows, depth], rounded once to dtype; in `out` if it is given.
+
+    used [P] int32: of P equal parts of the rows, only those that are not 0 there are unpacked.
+    """
     num_rows, width = packed.codes.shape
-    out = torch.empty(num_rows, packed.depth, dtype=dtype, device=packed.codes.device)
+    if out is None:
+        out = torch.empty(num_rows, packed.depth, dtype=dtype, device=packed.codes.device)
     fields = (packed.scales if one is None else one for one in (packed.fine, packed.minima, packed.fine_minima))
     tile_bytes = HALF if packed.in_4_bits else TILE_BYTES
     unpack_kernel[ceil_div(width, tile_bytes), ceil_div(num_rows, _TILE_ROWS)](
@@ -125,12 +148,15 @@ def unpack(packed: PackedRows, dtype: torch.dtype) -> torch.Tensor:
         packed.scales,
         *fields,
         out,
+        packed.codes if used is None else used,
         num_rows,
         packed.depth,
         width,
         packed.depth // packed.group,
+        num_rows if used is None else num_rows // len(used),
         BLOCK_N=_TILE_ROWS,
         BLOCK_K=tile_bytes,
+        CHECKS=used is not None,
         EVEN=width % tile_bytes == 0,
         **constants(packed),
     )

@@ -63,6 +63,11 @@ def shared_prefix_kernel(
 # fmt: on
 
 
+def most_rows(head_dim: int) -> int:
+    """Return the most rows of a program's products: fewer of long heads, for which registers have no room."""
+    return MOST_ROWS if head_dim <= 256 else 16
+
+
 def shared_prefix(
     q: torch.Tensor,
     cache: TritonKVCache,
@@ -82,7 +87,7 @@ def shared_prefix(
     group, count = q.shape[1] // cache.num_kv_heads, len(work.decode_tokens)
     rows = decode_rows(group)
     if count * group > rows:
-        rows = max(rows, MOST_ROWS)
+        rows = max(rows, most_rows(cache.head_dim))
     shared_prefix_kernel[(ceil_div(count, rows // group), cache.num_kv_heads, work.num_splits)](
         q,
         *partials,

@@ -13,12 +13,12 @@ import triton
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
 from core.models.operations.latent_weights import LatentWeights
-from core.models.operations.operations import LatentAttention, Product
+from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.weight_form import WeightForm
-from ipc.errors import OutOfMemoryError, UnsupportedModelError
+from ipc.errors import OutOfMemoryError
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.dequantize import FLOAT_CODES, PLAIN_TYPES
 from kernels.elements import FLOAT32, Dtype, Numbers
@@ -35,6 +35,7 @@ from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.latent import TritonLatent, heads_together
 from kernels.triton.linear import DeviceLinear, DeviceProduct, torch_product
 from kernels.triton.lora import LoraWork, TritonAdapter, add_adapters, lora_work
 from kernels.triton.norm import TritonNorm
@@ -42,8 +43,10 @@ from kernels.triton.ordered_product import ARITHMETIC, ordered_product
 from kernels.triton.output_gate import open_gates
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.recurrence import DeviceStates, TritonRecurrence, device_states
 from kernels.triton.rope import TritonRope
 from kernels.triton.routed.experts import DeviceExpert, TritonExperts
+from kernels.triton.routed.packed_experts import Scratch
 from kernels.value_form import ValueForm
 
 GATES: dict[Activation, Operation] = {
@@ -71,6 +74,29 @@ class TritonStep(NamedTuple):
     tables: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], ...]
     work: tuple[TritonWork, ...]  # one per kind of layer
     cache: TritonKVCache
+    positions: torch.Tensor  # [T]
+    requests: DeviceStates | None = None  # where the recurrent states are; None: the model has none
+
+
+class TritonLatentAttend:
+    """One layer's latent attention. kind: see layer_kinds.py."""
+
+    def __init__(self, latent: TritonLatent, kind: int, scale: float) -> None:
+        self._latent, self._kind, self._scale = latent, kind, scale
+        self.variant = latent.variant
+
+    def __call__(self, x: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+        """Return the heads' values [T, H * value_dim] for the layer's first product x."""
+        cos, sin, _ = step.tables[self._kind]
+        work, cache = step.work[self._kind], step.cache
+
+        def attend(q: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(q)
+            prefill_attention(q, cache, index, work, self._scale, out)
+            decode_attention(q, cache, index, work, self._scale, out)
+            return out
+
+        return self._latent.attend(self._latent.begin(x, cos, sin, step.slots, cache, index), attend)
 
 
 class TritonOperations:
@@ -94,9 +120,12 @@ class TritonOperations:
         self._config, self._dtype, self.device, self._form = config, dtype, device, form
         self.is_exact = is_exact
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
+        self._scratch = Scratch()
         self._lora: tuple[TokenAdapters, LoraWork] | None = None  # of the last step with adapters
         self.settle_length(config.max_position_embeddings)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
+        if config.latent is not None:
+            self.group_size = heads_together(config.num_attention_heads)
 
     def settle_length(self, length: int) -> None:
         """Set the rotary embeddings that depend on the length of the longest context."""
@@ -192,11 +221,28 @@ class TritonOperations:
         shared: DeviceExpert | None = None,
     ) -> TritonExperts:
         """Return the routed MLP of these experts."""
-        return TritonExperts(router, experts, routing, shared, function=self._config.hidden_act)
+        return TritonExperts(router, experts, routing, shared, function=self._config.hidden_act, scratch=self._scratch)
 
-    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
-        """Not supported. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' does not support latent attention; use device='cpu'")
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> "TritonLatentAttend":
+        """Return latent attention with these weights."""
+        keys, values = (
+            torch.stack([self._send(matrix.dense(self._dtype)) for matrix in each])
+            for each in (weights.keys, weights.values)
+        )
+
+        def norm(weight: Floats) -> TritonNorm:
+            return TritonNorm(self._send(weight), latent.norm_eps, DTYPES[self._dtype], 1.0)
+
+        query = None if weights.query is None else self._send(weights.query.dense(self._dtype))
+        own = TritonLatent(
+            keys,
+            values,
+            self._product,
+            norm=norm(weights.latent_norm),
+            query=None if query is None else DeviceLinear(query, product=self._product),
+            query_norm=None if weights.query_norm is None else norm(weights.query_norm),
+        )
+        return TritonLatentAttend(own, kind, self._config.scores_scale)
 
     def attention(
         self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
@@ -227,8 +273,14 @@ class TritonOperations:
         return attend
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
-        """Not supported. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' does not support recurrent layers; use device='cpu'")
+        """Return the recurrence of one layer."""
+        own = TritonRecurrence(parts, place, self.device)
+
+        def renew(tokens: torch.Tensor, step: TritonStep, _: int) -> torch.Tensor:
+            assert step.requests is not None, "a step of a model with recurrent states lacks them"
+            return own(tokens, step.positions, step.requests)
+
+        return renew
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return attention's output times the sigmoid of gates."""
@@ -240,7 +292,7 @@ class TritonOperations:
         slots: torch.Tensor,
         work: tuple[TritonWork, ...],
         cache: KVCache,
-        requests: StateRows | None = None,
+        requests: StateRows | DeviceStates | None = None,
     ) -> TritonStep:
         """Return the step's inputs for attention, with the rotary tables of its positions."""
 
@@ -251,8 +303,9 @@ class TritonOperations:
 
         tables = of_each_kind(of_tokens, self._rotary)
         assert isinstance(cache, TritonKVCache), type(cache)
-        assert requests is None, "device_model() refuses models with recurrent layers"
-        return TritonStep(slots, tables, work, cache)
+        if isinstance(requests, StateRows):
+            requests = device_states(requests, self.device)
+        return TritonStep(slots, tables, work, cache, positions, requests)
 
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
@@ -310,9 +363,7 @@ class TritonOperations:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache for one block, all layers together."""
         config = self._config
-        return bytes_per_block(
-            block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
-        )
+        return bytes_per_block(block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
@@ -326,7 +377,7 @@ class TritonOperations:
         config = self._config
         heads, head_dim = config.num_key_value_heads, config.head_dim
         return TritonKVCache(
-            config.num_hidden_layers,
+            config.num_caches,
             num_blocks,
             block_size,
             heads,

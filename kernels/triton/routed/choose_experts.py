@@ -106,11 +106,13 @@ class ChosenExperts:
         self.routing, self.num_experts = routing, num_experts
         self._correction = None if routing.correction is None else torch.from_numpy(routing.correction).to(device)
 
-    def __call__(self, logits: torch.Tensor, tile_rows: int) -> tuple[torch.Tensor, ExpertTiles]:
+    def __call__(
+        self, logits: torch.Tensor, tile_rows: int, used: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ExpertTiles]:
         """Return the weights [T, num_chosen] float32 of each token's experts, ordered by expert, and the tiles.
 
         A tile has at most tile_rows pairs of a token and an expert. logits [T, C] float32 contiguous, T > 0: of the
-        experts, followed by other numbers.
+        experts, followed by other numbers. used [experts] int32: becomes 1 for experts that a token has, otherwise 0.
         """
         routing, num_experts = self.routing, self.num_experts
         assert logits.is_contiguous(), logits.stride()
@@ -144,4 +146,7 @@ class ChosenExperts:
         )
         if len(logits) > 1:
             sort_pairs(experts, num_experts, tile_rows, tiles)
+        if used is not None:
+            used.zero_()
+            used.index_fill_(0, experts.flatten().long().clamp(0, num_experts - 1), 1)
         return weights, tiles

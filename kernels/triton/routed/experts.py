@@ -10,18 +10,21 @@ import torch
 
 from kernels.routing import Routing
 from kernels.torch.linear import Operation
+from kernels.torch.packed_rows import join
 from kernels.triton.device import has_room
 from kernels.triton.linear import DeviceLinear
+from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.routed.choose_experts import ChosenExperts
 from kernels.triton.routed.expert_products import StackedProduct, down_products, gate_up_products, tile_shape
 from kernels.triton.routed.expert_sum import expert_sum
+from kernels.triton.routed.packed_experts import PackedStack, Scratch, joins_all
 
 
 class DeviceExpert(Protocol):
     """The parts of one expert."""
 
     @property
-    def gate_up(self) -> DeviceLinear:
+    def gate_up(self) -> DeviceLinear | PackedLinear:
         """Return the product of gate and up."""
 
     @property
@@ -29,7 +32,7 @@ class DeviceExpert(Protocol):
         """Return f(gate) * up."""
 
     @property
-    def down(self) -> DeviceLinear:
+    def down(self) -> DeviceLinear | PackedLinear:
         """Return the product that follows."""
 
 
@@ -44,25 +47,28 @@ class TritonExperts:
         shared: DeviceExpert | None,
         *,
         function: str,
+        scratch: Scratch | None = None,
     ) -> None:
         """Stack the experts' weights, which are stored in the stacks from then on.
 
-        function: the experts' activation.
+        function: the experts' activation. scratch: for weights that are quantized; None: memory of their own.
         """
         self._router, self._shared, self._function = router, shared, function
-        self.gate_up = stacked([expert.gate_up for expert in experts])
-        self.down = stacked([expert.down for expert in experts])
-        device = self.down.weight.device
+        scratch = scratch or Scratch()
+        self.gate_up = stacked([expert.gate_up for expert in experts], scratch)
+        self.down = stacked([expert.down for expert in experts], scratch)
+        self._device = device = router.weight.device
         self._choose = ChosenExperts(routing, len(experts), device)
+        is_packed = isinstance(self.gate_up, PackedStack) or isinstance(self.down, PackedStack)
+        self._used = torch.zeros(len(experts), dtype=torch.int32, device=device) if is_packed else None
         self._has_room = has_room(device)
         # A sum needs no more digits of the shared expert's result than of the others'.
-        down = None if shared is None else shared.down
-        self._shared_down = None if down is None else DeviceLinear(down.weight, down.bias, product=down.product)
+        self._shared_down = None if shared is None else shared.down.in_own_dtype()
 
     @property
     def variant(self) -> str:
         """Return the name of the products, for reports."""
-        return f"triton-{self.down.weight.device.type}"
+        return f"triton-{self._device.type}"
 
     def __call__(self, x: torch.Tensor, router_x: torch.Tensor | None = None) -> torch.Tensor:
         """Return the output [T, d] of x [T, d] contiguous, of its dtype. router_x: what the router reads; None = x."""
@@ -71,10 +77,17 @@ class TritonExperts:
         routing, num_experts = self._choose.routing, self._choose.num_experts
         shape = tile_shape(len(x) * routing.num_chosen, num_experts, x.dtype, has_room=self._has_room)
         logits = self._router(x if router_x is None else router_x)
-        weights, tiles = self._choose(logits, shape.rows)
-        hidden = gate_up_products(x, self.gate_up, tiles, routing.num_chosen, self._function, shape)
-        results = down_products(hidden, self.down, tiles, shape)
+        weights, tiles = self._choose(logits, shape.rows, self._used)
+        hidden = gate_up_products(x, self._dense(self.gate_up), tiles, routing.num_chosen, self._function, shape)
+        results = down_products(hidden, self._dense(self.down), tiles, shape)
         return expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
+
+    def _dense(self, product: StackedProduct | PackedStack) -> StackedProduct:
+        """Return the product with the weights of the experts that the step chose."""
+        if isinstance(product, StackedProduct):
+            return product
+        assert self._used is not None, "packed experts"
+        return product.unpacked(self._used)
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the shared expert's result."""
@@ -83,10 +96,25 @@ class TritonExperts:
         return self._shared_down(self._shared.activation(self._shared.gate_up(x)))
 
 
-def stacked(products: Sequence[DeviceLinear]) -> StackedProduct:
-    """Return the products' weights and biases, each in one piece of memory, which the products then use too."""
-    weight = torch.stack([product.weight for product in products])
-    for product, own in zip(products, weight, strict=True):
-        product.weight = own  # frees the old memory
+def stacked(products: Sequence[DeviceLinear | PackedLinear], scratch: Scratch) -> StackedProduct | PackedStack:
+    """Return the products' weights and biases, each in one piece of memory, in place of the products' own.
+
+    Weights that are quantized stay so, if all of them are, in the same way.
+    """
     biases = [product.bias for product in products if product.bias is not None]
-    return StackedProduct(weight, torch.stack(biases) if biases else None)
+    bias = torch.stack(biases) if biases else None
+    packed = [product for product in products if isinstance(product, PackedLinear)]
+    parts = [part for product in packed for part in product.parts]
+    if len(packed) == len(products) and joins_all(parts):
+        for product in packed:
+            product.parts = ()  # frees the old memory, together with `parts`
+        rows, dtype = join(parts), packed[0].dtype
+        parts.clear()
+        return PackedStack(rows, bias, len(products), dtype=dtype, scratch=scratch)
+    weight = torch.stack([one.weight if isinstance(one, DeviceLinear) else one.dense_weight() for one in products])
+    for one, own in zip(products, weight, strict=True):
+        if isinstance(one, DeviceLinear):
+            one.weight = own  # frees the old memory
+        else:
+            one.parts = ()
+    return StackedProduct(weight, bias)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.executors.cuda import CudaExecutor
-from core.models.config import ExpertParts, ModelConfig
+from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
 from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
@@ -20,6 +20,7 @@ from core.process.resolve import resolve
 from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from kernels.recurrence import RecurrenceKind
 from tests.core.models.checkpoints import build
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
@@ -28,6 +29,19 @@ pytestmark = ANYWHERE
 
 VOCAB = 64
 _SLIDING = {"sliding_window": 20, "sliding_layers": (0,)}
+
+
+_LATENT = LatentParts(query_dim=None, latent_dim=64, plain_dim=20, rotated_dim=8, value_dim=32)
+_ONE_VECTOR: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 72, "query_pre_attn_scalar": 28.0}
+
+
+def _recurrent(kind: RecurrenceKind) -> RecurrentParts:
+    """The first layer of a tiny model has a recurrent state."""
+    if kind == "short convolution":
+        return RecurrentParts(kind=kind, layers=(0,), taps=3, channels=48)
+    heads: dict[str, Any] = {"taps": 4, "num_heads": 4, "num_groups": 2, "key_dim": 8, "value_dim": 20}
+    return RecurrentParts(kind=kind, layers=(0,), channels=2 * 2 * 8 + 4 * 20, has_bias=True, **heads)
+
 
 #: The fields of a model that has the parts of an architecture, of which a tiny Llama is the rest.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -99,6 +113,16 @@ SHAPES: dict[str, dict[str, Any]] = {
             has_correction=True,
         )
     },
+    "lfm2": {"recurrent": _recurrent("short convolution"), "qk_norm": True},
+    "qwen3.5": {"recurrent": _recurrent("gated delta"), "output_gate": True, "qk_norm": True},
+    "nemotron-h": {"recurrent": _recurrent("state space"), "is_gated": False, "hidden_act": "relu2"},
+    "deepseek-v2-lite": {"latent": _LATENT, **_ONE_VECTOR},
+    "deepseek-v2": {
+        "latent": msgspec.structs.replace(_LATENT, query_dim=36),
+        "num_attention_heads": 20,  # more than a program of attention has
+        "rope_scaling": YarnScaling(4.0, 64.0, 1.0),
+        **_ONE_VECTOR,
+    },
     "gpt-oss experts": {
         "hidden_act": "clamped_silu",
         "experts": ExpertParts(num_experts=4, num_chosen=2, intermediate_size=40, normalises=True, has_biases=True),
@@ -139,6 +163,10 @@ class OnDevice:
     def __init__(self, model: Llama) -> None:
         self._model = model
         self.attention_metadata, self.allocate_cache = model.attention_metadata, model.allocate_cache
+
+    def allocate_states(self, num_rows: int) -> torch.Tensor | None:
+        size = self._model.config.state_size
+        return torch.empty(num_rows, size, device=DEVICE) if size else None
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         names = ("token_ids", "positions", "slots", "logits_rows")

@@ -9,25 +9,29 @@ from typing import Any, cast
 import gguf
 import numpy as np
 import pytest
+import torch
 
 from core.executors.cuda import CudaExecutor
-from core.model_files.loading import load_model
 from core.model_files.tensors.packed_matrix import unpack as unpack_files
+from core.models.config import ExpertParts
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from core.models.operations.triton_operations import TritonOperations, pack
 from core.models.operations.weight_form import WeightForm
-from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
-from kernels.elements import FLOAT32
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.torch.packed_rows import quantize_rows, unpack
 from kernels.torch.tensors import to_array, to_tensor
 from kernels.triton.linear import DeviceLinear
 from kernels.triton.packed_linear import PackedLinear
+from kernels.triton.routed.expert_products import StackedProduct
+from kernels.triton.routed.experts import stacked
+from kernels.triton.routed.packed_experts import PackedStack, Scratch
+from tests.core.executors.test_cuda_architectures import OnDevice
 from tests.core.executors.test_cuda_executor import MODELS, VOCAB, ids, run
 from tests.core.model_files.packing import awq, random_plain
-from tests.core.models.test_llama import random_weights, tiny_config
+from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.core.runner.test_invariance_quantized import TYPES
 from tests.triton_device import ANYWHERE, DEVICE
 from tools.lab.bench.tiny_model import write_tiny_model
@@ -122,13 +126,44 @@ def test_the_option_reaches_the_operations(quantization: str, tmp_path: Path) ->
     assert kinds == {PackedLinear if quantization == "int8" else DeviceLinear}
 
 
-def test_routed_mlps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_tiny_model(tmp_path)
-    config = EngineConfig(model=str(tmp_path), device="cuda", quantization="int8")
-    routed = type("Routed", (), {"experts": object(), "is_causal": True})()
-    monkeypatch.setattr("core.model_files.loading.read_model_config", lambda *_: routed)
-    with pytest.raises(ConfigError, match=r"'int8' with device='cuda' does not fit .* routed MLPs: use 'none'"):
-        load_model(tmp_path, FLOAT32, config)
+@pytest.mark.parametrize(("type_name", "dtype"), [("Q4_0", BFLOAT16), ("Q8_0", FLOAT32)])
+def test_experts_stay_quantized_and_have_the_bits_of_dense_ones(type_name: str, dtype: Dtype) -> None:
+    """Also for tokens that choose few of them, after others did, in two layers that unpack into the same memory."""
+    parts = ExpertParts(num_experts=5, num_chosen=2, intermediate_size=64, normalises=True, shared_size=32)
+    config = tiny_config(**{**SIZES, "num_hidden_layers": 2, "experts": parts})
+    weights, quantized = dict(random_weights(config, FLOAT32)), dict[str, Weight]()
+    for name, numbers in weights.items():
+        if "expert" in name and numbers.ndim == 2:
+            blocks = gguf.quantize(numbers, gguf.GGMLQuantizationType[type_name])
+            quantized[name] = StoredMatrix([StoredPart(type_name, blocks, numbers.shape[1])])
+    unpacked = {name: dense(weight) for name, weight in quantized.items()}
+    answers = []
+    for given, form in ((quantized, WeightForm.STORED), (unpacked, WeightForm.DENSE)):
+        operations = TritonOperations(config, dtype, DEVICE, form)
+        model = Llama(config, {**weights, **given}.items(), dtype, operations=operations)
+        experts = [cast(Any, layer.mlp).experts for layer in model.layers]
+        kind = PackedStack if form is WeightForm.STORED else StackedProduct
+        assert {type(product) for one in experts for product in (one.gate_up, one.down)} == {kind}
+        requests = Requests(OnDevice(model), prompts(30, 9, vocab_size=VOCAB))
+        steps = [requests.step(counts) for counts in ({0: 20, 1: 8}, {0: 1}, {1: 1, 0: 2})]
+        answers.append(torch.cat([logits for step in steps for logits in step.values()]))
+    assert answers[0].isfinite().all()
+    assert torch.equal(*answers)
+
+
+def test_experts_of_several_types_are_dequantized() -> None:
+    matrix = np.random.default_rng(0).standard_normal((32, 64), np.float32)
+    products = []
+    for type_name in ("Q8_0", "Q4_0"):
+        blocks = gguf.quantize(matrix, gguf.GGMLQuantizationType[type_name])
+        packed = pack(StoredMatrix([StoredPart(type_name, blocks, 64)]), WeightForm.STORED, DEVICE)
+        assert packed is not None
+        products.append(PackedLinear(packed, None, torch.float32, torch.float32, name="stored"))
+    expected = torch.stack([product.dense_weight() for product in products])
+    found = stacked(products, Scratch())
+    assert isinstance(found, StackedProduct)
+    assert torch.equal(found.weight, expected)
+    assert all(not product.parts for product in products)
 
 
 def test_awq_takes_four_bits() -> None:

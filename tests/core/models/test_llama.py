@@ -72,7 +72,7 @@ class Requests:
         blocks = iter((np.random.default_rng(seed).permutation(sum(num_blocks)) + 1).tolist())
         self.states = model.allocate_states(len(prompts)) if hasattr(model, "allocate_states") else None
         if self.states is not None:
-            self.states.fill(0)
+            self.states[:] = 0
         self.tables = np.zeros((len(prompts), max(num_blocks)), np.int32)
         for index, count in enumerate(num_blocks):
             self.tables[index, :count] = [next(blocks) for _ in range(count)]

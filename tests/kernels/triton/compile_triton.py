@@ -25,6 +25,7 @@ from kernels.triton import (
     embedding,
     gated_activation,
     kv_cache,
+    latent,
     log_softmax,
     lora,
     norm,
@@ -34,6 +35,7 @@ from kernels.triton import (
     packed_product,
     prefill_attention,
     prepare_inputs,
+    recurrence,
     rope,
     sampling,
     shared_prefix,
@@ -122,6 +124,11 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         kv_cache.copy_kernel,
         {"source": HALF, "target": HALF, "source_ids": INT, "target_ids": INT},
         {"WIDTH": 6144, "BLOCK": 2048},
+    ),
+    (
+        latent.store_latent_kernel,
+        {"keys": HALF, "slots": LONG, "layer": HALF},
+        {"WIDTH": 576, "BLOCK_SIZE": 16, "BLOCK": 1024},
     ),
     (
         prepare_inputs.prepare_kernel,
@@ -219,11 +226,11 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     },
                     {},
                 )
-            sizes = dict.fromkeys(("num_rows", *groups), "i32")
+            sizes = dict.fromkeys(("num_rows", *groups, "each"), "i32")
             yield (
                 packed_linear.unpack_kernel,
-                {**types, **sizes, "out": dtype},
-                {**constants, "BLOCK_K": 64 if values[1] == 4 else 128, "EVEN": True},
+                {**types, **sizes, "out": dtype, "used": INT},
+                {**constants, "BLOCK_K": 64 if values[1] == 4 else 128, "EVEN": True, "CHECKS": turn % 2 == 0},
                 {},
             )
     sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
@@ -263,7 +270,7 @@ class Attention(NamedTuple):
         prefix = {**PARTIALS, "tokens": INT, "num_tokens": "i32", "common": INT, "num_splits": "i32"}
         sizes = {name: value for name, value in constants.items() if name != "WINDOW"}
         types = {name: kind for name, kind in common.items() if name != "out"} | prefix
-        for block_m in (decode_rows(group), shared_prefix.MOST_ROWS):
+        for block_m in (decode_rows(group), shared_prefix.most_rows(self.head_dim)):
             yield shared_prefix.shared_prefix_kernel, types, sizes | {"BLOCK_M": block_m, "SPLIT": SPLIT}, {}
         tiles = {"tile_tokens": INT, "tile_counts": INT}
         rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group) // prefill_parts(self.head_dim), "SPLIT": SPLIT}
@@ -279,6 +286,7 @@ def each_size() -> Iterator[Attention]:
 
 
 def all_sizes() -> Iterator[Attention]:
+    yield Attention(torch.bfloat16, 576, 16, 16, window=0, direct=False)  # latent attention of DeepSeek's models
     sizes = product(POINTERS, (16, 20, 32, 64, 80, 96, 128, 256), (1, 3, 4, 8), (16, 64))
     for turn, size in enumerate(sizes):
         yield Attention(*size, window=100 * (turn // 2 % 2), direct=turn % 2 == 0)
@@ -296,6 +304,31 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         sizes |= {name: power_of_2(size) for name, size in blocks.items()}
         for kind in kinds:
             yield rope.rope_kernel, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
+
+
+def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The kernels of layers with a state: a short convolution, and heads of the sizes of Qwen3-Next and Nemotron-H."""
+    places = {"x": HALF, "positions": INT, "rows": INT, "firsts": INT}
+    numbers = dict.fromkeys(("width", "state_size", "offset"), "i32")
+    common = {**places, "owners": INT, "states": FLOAT, **numbers, "start": "i32"}
+    for is_short in (True, False):
+        sizes = {"TAPS": 3 if is_short else 4, "CHANNELS": 2048, "SHORT": is_short, "BLOCK": recurrence.CHANNELS}
+        convolved = {**common, "kernel": FLOAT, "bias": FLOAT, "out": HALF if is_short else FLOAT}
+        yield recurrence.convolve_kernel, convolved, {**sizes, "HAS_BIAS": not is_short}, {}
+        yield recurrence.keep_inputs_kernel, {**common, "saves": INT}, {**sizes, "SAVES": not is_short}, {}
+    given = {**places, "mixed": FLOAT, "states": FLOAT, "saves": INT, **numbers, "betas_at": "i32", "steps_at": "i32"}
+    given |= dict.fromkeys(("rates", "step_biases", "skips", "out"), FLOAT)
+    given |= dict.fromkeys(("least_step", "most_step", "most_beta", "scale"), "fp32")
+    for is_delta, heads, groups, size in ((True, 32, 16, 128), (False, 64, 8, 64)):
+        channels = 2 * groups * 128 + heads * size
+        sizes = {"CHANNELS": channels, "HEADS": heads, "GROUPS": groups, "KEYS": 128, "VALUES": size, "STRIDE": size}
+        kind = {"TURNS": False, "DELTA": is_delta, "SAVES": is_delta, "SKIPS": not is_delta}
+        blocks = {"BLOCK_K": 128, "BLOCK_V": recurrence.COLUMNS}
+        yield recurrence.recur_kernel, given, {**sizes, **kind, **blocks}, {}
+        ends = {"results": FLOAT, "x": HALF, "norm": FLOAT, "out": HALF}
+        ends |= {"width": "i32", "gates_at": "i32", "eps": "fp32"}
+        parts = {"WIDTH": 128, "PARTS": heads, "BEFORE": not is_delta, "BLOCK": 128}
+        yield recurrence.close_kernel, ends, parts, {}
 
 
 def loras() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -342,6 +375,7 @@ def main() -> None:
         *((*kernel, {}) for kernel in KERNELS),
         *ropes(every=every),
         *loras(),
+        *recurrences(),
         *packed(every=every),
         *SAMPLING,
         *ROUTING,

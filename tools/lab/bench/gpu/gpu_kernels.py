@@ -124,6 +124,7 @@ def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def expert_cases(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield a case for each number of tokens. The bytes are those of the experts that these tokens choose."""
     from kernels.torch.gated_activation import silu_mul
+    from kernels.triton.routed.expert_products import StackedProduct
     from kernels.triton.routed.experts import TritonExperts
 
     num_experts, num_chosen, hidden, width, tokens = shape
@@ -144,6 +145,8 @@ def expert_cases(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -
         None,
         function="silu",
     )
+    assert isinstance(ours.gate_up, StackedProduct), type(ours.gate_up)
+    assert isinstance(ours.down, StackedProduct), type(ours.down)
     theirs = TorchMlp(router, ours.gate_up.weight, ours.down.weight, num_chosen)
     for count in tokens:
         x = made(count, hidden)
