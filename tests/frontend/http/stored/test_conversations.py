@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,17 @@ from frontend.http.callers.keys import digest_of
 from tests.frontend.http.caller import Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
 from tests.frontend.http.stored.test_batches import ALICE, BOB, KEYS
-from tests.frontend.http.stored.test_responses import BEGUN, DEMO, SLOW, child_of, create, ended, texts
+from tests.frontend.http.stored.test_responses import (
+    BEGUN,
+    DEMO,
+    SLOW,
+    child_of,
+    create,
+    ended,
+    retried,
+    retried_end,
+    texts,
+)
 
 HI = {"role": "user", "content": "Hi"}
 
@@ -140,6 +152,41 @@ def test_a_conversation_is_the_same_after_a_kill(tmp_path: Path) -> None:
         found = ended(caller, first["id"])
         assert texts(found["output"]) == texts(wanted["output"])
         assert texts(items_in(caller, made, {})) == ["Hi", "Hi", *texts(wanted["output"])]
+
+
+@pytest.mark.soak
+def test_no_turn_is_lost_doubled_or_different_under_random_kills(tmp_path: Path) -> None:
+    """Each round adds a turn to some conversations, and kills the HTTP process or the first engine during that."""
+    draw = random.Random(5)
+    options = (*FAKE, "--executor-option", "step_us=1000", *DEMO, "--store", str(tmp_path / "store.db"))
+    with serving(*options) as caller:
+        made = [begun(caller, {}) for _ in range(20)]
+        known: dict[str, list[str]] = {one["id"]: [] for one in made}
+        for _ in range(25):
+            turns = {}
+            for one in draw.sample(made, 4):
+                fields = {"max_output_tokens": 30, "ignore_eos": True, "seed": 5, "background": True}
+                turns[one["id"]] = retried(caller, conversation=one["id"], **fields)["id"]
+            time.sleep(draw.uniform(0, 0.2))
+            with contextlib.suppress(ProcessLookupError, StopIteration):
+                os.kill(child_of(caller, draw.choice([b"frontend.http", b"core"])), signal.SIGKILL)
+            for name, response_id in turns.items():
+                known[name] += [item["id"] for item in retried_end(caller, response_id)["output"]]
+        num_compared = 0
+        for one in made:
+            items = items_in(caller, one, {})
+            assert [item["role"] for item in items] == ["user", "assistant"] * (len(items) // 2)
+            ids = [item["id"] for item in items]
+            assert {name: ids.count(name) for name in known[one["id"]]} == dict.fromkeys(known[one["id"]], 1)
+            if len(items) > 2 * len(
+                known[one["id"]]
+            ):  # a request that was cut off has made a turn next to its repetition
+                continue
+            num_compared += 1
+            for at in range(1, len(items), 2):
+                again = create(caller, {}, input=items[:at], max_output_tokens=30, ignore_eos=True, store=False)
+                assert texts(again["output"]) == texts(items[at : at + 1])
+        assert num_compared > 5
 
 
 def test_a_prompt_that_is_too_long_is_cut_at_its_beginning(storing: Caller) -> None:
