@@ -72,8 +72,8 @@ def test_serving_goes_on_when_the_disk_is_full(tmp_path: Path, capfd: pytest.Cap
     with EngineProcess(long_config(path)) as engine, RawClient(engine.address) as client:
         resource.prlimit(engine.pid, resource.RLIMIT_FSIZE, (5000, 5000))
         for number in range(4):
-            client.add(number, [3, 4, number], 2000)
-            assert client.finish(number) == [fake_tokens([3, 4, number], 2000, VOCAB)]
+            client.add(number, [3, 4, number], 600)
+            assert client.finish(number) == [fake_tokens([3, 4, number], 600, VOCAB)]
     (warning,) = [line for line in capfd.readouterr().err.splitlines() if "stopped" in line]
     assert "run.cap stopped: File too large; it ends after" in warning
     status, report = replay(capfd, path)
