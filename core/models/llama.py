@@ -122,6 +122,7 @@ class Llama:
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         #: For each kind of layer here, and in the whole model, of which this may be a part.
         self.windows = self.windows_of_model = windows(config)
+        self._in_windows = isinstance(config.vision, GridParts)  # so tokens of an image see each other in Gemma 4
         self._places = places(config)
         #: Of split_cache(); 0: layers with and without a window have their blocks in common.
         self.num_blocks_per_page = operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
@@ -274,7 +275,6 @@ class Llama:
         of_windows = block_tables if window_tables is None else window_tables
         if cache is not self._cache:
             self._use(cache)
-        in_windows = isinstance(self.config.vision, GridParts)  # so tokens of an image see each other in Gemma 4
         work = {
             key: self.operations.attention_work(
                 num_tokens,
@@ -283,7 +283,7 @@ class Llama:
                 part,
                 window,
                 generation,
-                None if in_windows and window is None else wholes,
+                None if self._in_windows and window is None else wholes,
             )
             for key, (window, part) in self._parts.items()
         }

@@ -105,7 +105,6 @@ def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str
         ({"num_host_blocks": 0}, "also give kv_host_bytes"),
         ({"distributed_executor_backend": "mp"}, "leave out the workers"),
         ({"tensor_parallel_size": 2}, "leave out the workers"),
-        ({"device": "cuda"}, "executor='local' on device='cpu'"),
         ({"kv_dir": ""}, "path of a folder"),
     ],
 )

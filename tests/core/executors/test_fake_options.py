@@ -9,6 +9,7 @@ from core.executors.fake_options import FAKE_OPTIONS, FakeOptions, read_fake_opt
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
+from ipc.options.step_sizes import with_rows
 from tools.commands.replay.what_if.oracle_executor import OracleExecutor
 
 
@@ -55,7 +56,7 @@ def test_another_executor_s_options_are_not_read() -> None:
     assert read_fake_options(config) == FakeOptions()
     assert with_fake_options(config, vocab_size=9) is config
     info = load_executor(EngineConfig(executor="fake")).info
-    assert OracleExecutor(config, info, {}).info is info  # type: ignore[arg-type]
+    assert OracleExecutor(with_rows(config), info, {}).info is info  # type: ignore[arg-type]
 
 
 @pytest.mark.checkout

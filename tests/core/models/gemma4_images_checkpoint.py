@@ -84,7 +84,7 @@ def tiny_model(family: str) -> Any:
     sizes = {**_TEXT, "vocab_size": hf.get_vocab_size(), "vocab_size_per_layer_input": hf.get_vocab_size(), **text}
     config = Gemma4Config(text_config=sizes, vision_config={**_VISION, **vision}, audio_config=None, **ids)
     config._attn_implementation = "eager"
-    torch.manual_seed(5)
+    torch.manual_seed(7)
     model = Gemma4ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, weight in model.state_dict().items():

@@ -177,4 +177,3 @@ def test_the_table_of_inputs_stays_in_the_file(tmp_path: Path) -> None:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     assert type(owner.obj if isinstance(owner, memoryview) else owner).__name__ == "mmap"
-    assert not model.reads_features  # given embeddings have no such inputs
