@@ -122,7 +122,6 @@ class Llama:
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         #: For each kind of layer here, and in the whole model, of which this may be a part.
         self.windows = self.windows_of_model = windows(config)
-        self._in_windows = isinstance(config.vision, GridParts)  # so tokens of an image see each other in Gemma 4
         self._places = places(config)
         #: Of split_cache(); 0: layers with and without a window have their blocks in common.
         self.num_blocks_per_page = operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
@@ -294,6 +293,8 @@ class Llama:
         parts = [(window, cache.part(place)[0]) for window, place in zip(self.windows, self._places, strict=True)]
         self._cache, self._kinds = cache, [(window, id(part)) for window, part in parts]
         self._parts = dict(zip(self._kinds, parts, strict=True))
+        #: Whether tokens of an image see each other in window layers only, as in Gemma 4.
+        self._in_windows = isinstance(self.config.vision, GridParts)
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.
