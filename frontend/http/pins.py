@@ -12,6 +12,8 @@ from ipc.wire.pin_messages import MAX_PIN_TTL_MS, Pin, check_pin_name
 SESSION_HEADER, TTL_HEADER = b"x-session", b"x-session-ttl"
 #: Seconds for which a session's prompt is kept after its last request, if x-session-ttl does not say it.
 DEFAULT_TTL_S = 3600
+#: What a name in the header may not have: the separators of parameters, of lists, and of paths to /v1/sessions/{name}.
+_SEPARATORS = frozenset(";,/")
 _RETENTIONS = {"24h": 24 * 3600 * 1000}
 _NOT_PINNED = ("in_memory", "in-memory")  # kept as long as there is room, as every prompt is
 
@@ -24,6 +26,8 @@ def pins_of(request: Request, body: SamplingFields) -> tuple[Pin, ...]:
     pins = []
     if name is not None:
         session = session_name(name.decode("utf-8", "replace"))
+        if set(session) & _SEPARATORS:
+            raise HttpError(400, "x-session is one name, without ; and , and /; its time is the header x-session-ttl")
         pins.append(Pin(session, ttl_ms_of(request.headers.get(TTL_HEADER)), is_required=True))
     if retention is not None and retention not in _NOT_PINNED:
         if retention not in _RETENTIONS:

@@ -95,6 +95,14 @@ def test_every_dialect_has_sessions(caller: Caller, path: str, body: dict[str, A
     assert (answer.status, b"300 characters" in answer.body) == (400, True)
 
 
+@pytest.mark.parametrize("name", ["me; ttl=600", "me,you", "me/you"])
+def test_a_header_with_separators_is_no_name(caller: Caller, name: str) -> None:
+    """Otherwise a time in it would be taken as a part of the name, and paths could not name the session."""
+    answer = caller.post("/v1/completions", {"prompt": TEXT, "max_tokens": 1}, {"x-session": name})
+    assert (answer.status, b"x-session-ttl" in answer.body) == (400, True)
+    assert name not in sessions(caller)
+
+
 def test_a_retention_pins_for_a_day_under_the_key(caller: Caller) -> None:
     for path, body in (
         ("/v1/responses", {"input": TEXT}),
