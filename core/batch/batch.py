@@ -6,13 +6,13 @@ the first kind until it ends. In the counts of most methods, a block of the pool
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from core.batch.block_table import BlockTable, OtherKind
-from core.batch.carried import Carried
+from core.batch.carried import NOTHING_CARRIED, Carried, CarriedColumns
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
 from core.batch.kept_states import KeptStates
@@ -97,8 +97,8 @@ class Batch:
         missing: Ints = np.maximum(blocks - self.table.num_blocks[rows], 0)
         if self.others:  # otherwise a block is a page
             missing = self.first.pages(missing)
-        for other in self.others:
-            missing += np.maximum(blocks - other.table.num_blocks[rows], 0)
+            for other in self.others:
+                missing += np.maximum(blocks - other.table.num_blocks[rows], 0)
         return missing
 
     def room_of(self, rows: Rows) -> Ints:
@@ -110,20 +110,25 @@ class Batch:
 
     def grow(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints) -> None:
         """Give rows the blocks that they lack, as returned by lacking(), for counts [n] more tokens."""
-        table, pages = self.table, self.pool.allocate(int(lacking.sum()))
+        pages = self.pool.allocate(int(lacking.sum()))
+        if self.others:
+            self._grow_all(new, rows, lacking, counts, pages)
+        else:
+            new.add(self.table.append_blocks(rows, lacking, pages), pages)
+
+    def _grow_all(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints, pages: Ints) -> None:
+        """Give rows the pages that they lack: those of further kinds of layers first."""
         of_others: list[tuple[OtherKind, Ints, Ints]] = []
         for other in self.others:
-            ends = self.num_blocks_of(table.num_computed_tokens[rows] + counts)
+            ends = self.num_blocks_of(self.table.num_computed_tokens[rows] + counts)
             missing = np.maximum(ends - other.table.num_blocks[rows], 0)
             lacking, num_pages = lacking - missing, int(missing.sum())
             of_others.append((other, missing, pages[:num_pages]))
             pages = pages[num_pages:]
-        owners = rows
-        if of_others:
-            owners, lacking = rows[lacking > 0], lacking[lacking > 0] * self.pool.page_blocks
+        owners, lacking = rows[lacking > 0], lacking[lacking > 0] * self.pool.page_blocks
         if len(pages):
             blocks = self.pool.blocks_in(pages)
-            new.add(table.append_blocks(owners, lacking, blocks), blocks)
+            new.add(self.table.append_blocks(owners, lacking, blocks), blocks)
         for other, missing, own in of_others:
             if len(own):
                 self._grow_other(new, other, rows[missing > 0], missing[missing > 0], own)
@@ -242,6 +247,8 @@ class Batch:
 
     def lacking_of(self, start: RequestStart, num_blocks: int) -> int:
         """Return how many blocks the request must be given to start with num_blocks blocks, including hits."""
+        if not self.others:
+            return num_blocks - start.num_hits
         lacking = -(-(num_blocks - start.num_hits) // self.pool.page_blocks)
         for other in self.others:
             if other.number == len(start.others):
@@ -284,18 +291,25 @@ class Batch:
         """Give each of these requests num_taken of the pages, after its hits."""
         first = 0
         for start in starts:
-            own, of_others = pages[first : first + start.num_taken], []
+            fresh = pages[first : first + start.num_taken]
             first += start.num_taken
-            for other in self.others:
-                count = self._lacking_of_other(start, other, start.num_given)
-                of_others.append(own[:count])
-                own = own[count:]
-            fresh = self.pool.blocks_in(own)
+            of_others: Sequence[tuple[OtherKind, Int32s]] = ()
+            if self.others:
+                fresh, of_others = self._split(start, fresh)
             start.block_ids = np.concatenate([start.hits, fresh]) if start.num_hits else fresh
             if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
                 self.carried.within.add(start.fork.copied_block, int(start.block_ids[start.num_hits]))
-            for other, own in zip(self.others, of_others, strict=True):
+            for other, own in of_others:
                 self._place_other(start, other, own)
+
+    def _split(self, start: RequestStart, pages: Int32s) -> tuple[Int32s, list[tuple[OtherKind, Int32s]]]:
+        """Return a starting request's new blocks of the first kind of layer, and its pages of the further kinds."""
+        of_others = []
+        for other in self.others:
+            count = self._lacking_of_other(start, other, start.num_given)
+            of_others.append((other, pages[:count]))
+            pages = pages[count:]
+        return self.pool.blocks_in(pages), of_others
 
     def _place_other(self, start: RequestStart, other: OtherKind, pages: Int32s) -> None:
         """Give a starting request its blocks of a further kind of layer: new pages, after its hits."""
@@ -384,10 +398,11 @@ class Batch:
 
     def _free_all(self, rows: Rows) -> BlockIds:
         """Free all blocks of rows that end, and return the blocks."""
-        at_once = rows[:, None] if self.others else [rows]  # with further kinds: row after row, window blocks first
-        freed = [
+        if not self.others:
+            return self._free(self.table, rows, self.table.num_released[rows], self.table.num_blocks[rows])
+        freed = [  # row after row, window blocks first
             self._free(table, some, table.num_released[some], table.num_blocks[some])
-            for some in at_once
+            for some in rows[:, None]
             for table in reversed(self.tables)
         ]
         for other in self.others:
@@ -414,12 +429,13 @@ class Batch:
                 blocks = other.table.blocks.read(row, 0, int(other.table.num_blocks[row]))
                 new.add_other(other.number, np.full(len(blocks), row), blocks)
 
-    def take_carried(self) -> Carried:
+    def take_carried(self) -> CarriedColumns:
         """Return what the plan being finished carries. Later changes go into the next plan."""
-        if carried := self.carried:
-            self.carried = Carried()
+        columns = NOTHING_CARRIED
+        if self.carried:
+            columns, self.carried = self.carried.columns(), Carried()
         self.host_cache.end_plan()
-        return carried
+        return columns
 
     def take_over(self, row: int, source: int) -> None:
         """Make an idle row of a beam search a copy of another idle row of the search that has as many tokens.

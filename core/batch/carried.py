@@ -38,6 +38,24 @@ class Copies(NamedTuple):
         return np.concatenate(self.sources), np.concatenate(self.targets)
 
 
+class CarriedColumns(NamedTuple):
+    """What a plan carries, as the columns of SchedulerOutput."""
+
+    removed_rows: Int32s = NO_INT32S
+    swapped_out_blocks: Int32s = NO_INT32S
+    swapped_out_slots: Int32s = NO_INT32S
+    swapped_in_slots: Int32s = NO_INT32S
+    swapped_in_blocks: Int32s = NO_INT32S
+    copied_blocks: Int32s = NO_INT32S
+    copied_to: Int32s = NO_INT32S
+    copied_states: Int32s = NO_INT32S
+    copied_states_to: Int32s = NO_INT32S
+
+
+#: Usually there is nothing to carry.
+NOTHING_CARRIED = CarriedColumns()
+
+
 class Carried:
     """Rows removed and blocks to copy since the last plan that ran. An empty plan does not run and carries nothing."""
 
@@ -53,7 +71,17 @@ class Carried:
         """Drop all copies, because the blocks and states that they read have lost their content."""
         self.out, self.within, self.back, self.states = (Copies([], []) for _ in range(4))
 
+    def columns(self) -> CarriedColumns:
+        """Return everything as columns, except the renewed rows, which are among the plan's added ones."""
+        removed = np.array(self.removed_rows, np.int32)
+        if not self._has_copies():
+            return CarriedColumns(removed)
+        out, back, within = self.out.columns(), self.back.columns(), self.within.columns()
+        return CarriedColumns(removed, *out, *back, *within, *self.states.columns())
+
+    def _has_copies(self) -> bool:
+        return bool(self.out.sources or self.within.sources or self.back.sources or self.states.sources)
+
     def __bool__(self) -> bool:
         """Return whether there is anything to carry; usually there is not."""
-        copies = self.out.sources or self.within.sources or self.back.sources or self.states.sources
-        return bool(self.removed_rows or self.renewed_rows or copies)
+        return bool(self.removed_rows or self.renewed_rows) or self._has_copies()

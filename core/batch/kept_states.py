@@ -23,7 +23,7 @@ import numpy as np
 
 from core.batch.carried import Carried
 from core.batch.table import BatchTable, RequestStart
-from core.execution.plan import SavedStates
+from core.execution.plan import NONE_SAVED, SavedStates
 from core.execution.state_slots import MOST_GUESSES
 from core.kv.block_names import UNNAMED, BlockNames
 from ipc.tables.arrays import Bools, Int32s, Ints, Rows
@@ -70,8 +70,8 @@ class KeptStates:
                 self._guesses.pop(content, None)
                 carried.states.add(slot, start.request.row)
 
-    def save(self, rows: Rows, counts: Ints) -> SavedStates | None:
-        """Choose the states that the step being planned stores, and return them; None: it stores none.
+    def save(self, rows: Rows, counts: Ints) -> SavedStates:
+        """Choose the states that the step being planned stores, and return them.
 
         rows [R]: the plan's. counts [R]: known tokens that they compute in the step, already counted as computed. Later
         plans may start requests with these states; a state that this plan copies is read before the step writes.
@@ -85,7 +85,7 @@ class KeptStates:
                 if slot is not None:
                     saved.append((index, place - begin, slot))
         if not saved:
-            return None
+            return NONE_SAVED
         latest = {slot: (index, after) for index, after, slot in saved}  # few slots: a later state replaces it
         return SavedStates(*np.array([(*where, slot) for slot, where in latest.items()], np.int32).T.copy())
 

@@ -9,13 +9,16 @@ from core.batch.table import BatchTable
 from ipc.tables.arrays import Bools, Ints, Rows, TokenIds, UInt8s
 from ipc.wire.messages import FinishReason
 
+#: For models without an EOS token: no sampled token has this id.
+_NO_EOS = -1
+
 
 class StopCheck:
     """The stop rules. EOS is compared for all rows, stop_token_ids only for the rows that have them."""
 
     def __init__(self, table: BatchTable, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
-        self._eos = np.array(eos_token_ids, np.int32)
+        self._first_eos, *self._other_eos = eos_token_ids or (_NO_EOS,)
         self._keys = np.zeros(0, np.int64)  # sorted row << 32 | token id of the rows with stop_token_ids
 
     def add(self, row: int, stop_token_ids: list[int]) -> None:
@@ -41,7 +44,7 @@ class StopCheck:
         params, num_output_tokens = request.sampling, request.num_output_tokens
         if params is not None and num_output_tokens and num_output_tokens >= params.min_tokens:
             last = int(request.token_ids[-1])
-            if last in self._eos and not params.ignore_eos:
+            if (last == self._first_eos or last in self._other_eos) and not params.ignore_eos:
                 return FinishReason.STOP, None
             if last in (params.stop_token_ids or ()):
                 return FinishReason.STOP, last
@@ -57,7 +60,9 @@ class StopCheck:
         finish = np.zeros(len(rows), np.uint8)
         by_stop_token = np.zeros(len(rows), np.bool_)
         finish[lengths >= table.max_total_tokens[rows]] = int(FinishReason.LENGTH)
-        by_eos = self._is_eos(tokens)
+        by_eos: Bools = tokens == self._first_eos  # a comparison per EOS id is faster than a table of all
+        for eos in self._other_eos:
+            by_eos |= tokens == eos
         group = table.has_stop_ids[rows] > 0
         if not (np.count_nonzero(by_eos) or np.count_nonzero(group)):
             return finish, by_stop_token
@@ -67,15 +72,6 @@ class StopCheck:
         by_stop_token &= may_stop & ~by_eos
         finish[by_eos | by_stop_token] = int(FinishReason.STOP)
         return finish, by_stop_token
-
-    def _is_eos(self, tokens: TokenIds) -> Bools:
-        """Return whether tokens[i] is an EOS token, bool [n]. A comparison per EOS id is faster than a table of all."""
-        if not len(self._eos):
-            return np.zeros(len(tokens), np.bool_)
-        found: Bools = tokens == self._eos[0]
-        for eos in self._eos[1:]:
-            found |= tokens == eos
-        return found
 
     def cut(self, rows: Rows, tokens: TokenIds, counts: Ints) -> tuple[Ints, TokenIds, UInt8s, Bools]:
         """Cut counts[i] > 0 new tokens of rows[i], given row after row, after the first token that ends the row.

@@ -66,7 +66,7 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     #: Slots of the blocks after the hits, which are copied back from the host. None: no blocks; see also
     #: OtherStart.leads.
     host_slots: Int32s | None = None
-    num_loaded: int = 0  # number of tokens in these
+    num_loaded: int = 0  # number of these
     swapped_state: int | None = None  # slot of the recurrent state of a swapped request
     others: list[OtherStart] = []  # one per further kind of layer; Batch.lacking_of() adds them
 
@@ -137,8 +137,8 @@ class BatchTable(BlockTable):
 
         The caller frees the blocks first, and reads the tokens of requests that resume later.
         """
-        removed = []
-        for row in rows.tolist():
+        removed, numbers = [], rows.tolist()
+        for row in numbers:
             request = self.request[row]
             assert request is not None, f"row {row} is free"
             request.row = NO_ROW
@@ -147,7 +147,7 @@ class BatchTable(BlockTable):
         self.tokens.clear_all(rows)
         self.blocks.clear_all(rows)
         self.tenancy[rows] = FREE_ROW
-        self._free_rows.extend(rows.tolist())
+        self._free_rows.extend(numbers)
         return removed
 
     def token_ids(self, row: int) -> Int32s:

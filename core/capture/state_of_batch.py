@@ -131,7 +131,8 @@ FIELDS: dict[type, dict[Any, str]] = {
     },
     StopCheck: {
         BatchTable: "_table",
-        Int32s: "_eos",
+        int: "_first_eos",
+        list[int]: "_other_eos",
         Ints: "_keys",
     },
     BatchTable: {

@@ -74,6 +74,10 @@ class SavedStates(NamedTuple):
     slots: Int32s  # [v] where it is stored; slots are numbered after the rows, and none is there twice
 
 
+#: Of a step that stores no states.
+NONE_SAVED = SavedStates(NO_INT32S, NO_INT32S, NO_INT32S)
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from core.batch.batch import Batch
-from core.batch.carried import Carried
+from core.batch.carried import CarriedColumns
 from core.batch.new_blocks import NewBlocks
 from core.batch.request import Request
 from core.batch.table import RequestStart
-from core.execution.plan import NewPooling, NewRow, RowBlocks, SavedStates, SchedulerOutput
+from core.execution.plan import NONE_SAVED, NewPooling, NewRow, RowBlocks, SavedStates, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
@@ -46,6 +46,8 @@ class Draft:
     encoded: list[tuple[int, list[int]]] = _NO_IMAGES
     encoded_at_start: Sequence[tuple[Request, list[int]]] = ()
     dropped: list[bytes] = _NONE_DROPPED
+    #: States that this step stores. Models without recurrent layers have none.
+    saved: SavedStates = NONE_SAVED
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
         self.step = step
@@ -62,7 +64,6 @@ class Draft:
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
         self.num_skipped = 0  # rows that wanted tokens and got none
-        self.saved: SavedStates | None = None
         self.guessed: DraftTokens | None = None  # not counted in `counts`; its rows are in the order of `rows`
 
     def drop(self, row: int) -> None:
@@ -158,47 +159,43 @@ class Draft:
 
 
 def finish_plan(
-    draft: Draft, rows: Rows, counts: Ints, carried: Carried, num_common_blocks: int = 0
+    draft: Draft, rows: Rows, counts: Ints, carried: CarriedColumns, num_common_blocks: int = 0
 ) -> SchedulerOutput:
     """Return the finished plan: counts [R] known tokens for rows [R], with the changes since the last plan."""
 
     def column(values: AnyInts | list[int]) -> Int32s:
         return np.asarray(values, np.int32) if len(values) else NO_INT32S
 
-    num_drafts, draft_ids = NO_INTS, NO_INT32S
+    num_drafts = draft_ids = NO_INT32S
     if draft.guessed is not None:
-        num_drafts, draft_ids = draft.guessed.counts_of(rows), draft.guessed.token_ids
-        counts = counts + num_drafts
-    swapped_out, swap_slots = carried.out.columns()
-    swapped_in, swap_blocks = carried.back.columns()
-    copied, copied_to = carried.within.columns()
-    others = draft.blocks.others
-    states, states_to = carried.states.columns()
+        of_rows = draft.guessed.counts_of(rows)
+        num_drafts, draft_ids, counts = column(of_rows), draft.guessed.token_ids, counts + of_rows
+    blocks, saved = draft.blocks, draft.saved
     return SchedulerOutput(
         step=draft.step,
-        removed_rows=column(carried.removed_rows),
+        removed_rows=carried.removed_rows,
         added=draft.added,
-        block_rows=column(draft.blocks.rows),
-        block_ids=column(draft.blocks.ids),
+        block_rows=column(blocks.rows),
+        block_ids=column(blocks.ids),
         rows=column(rows),
         num_scheduled_tokens=column(counts),
-        swapped_out_blocks=swapped_out,
-        swapped_out_slots=swap_slots,
-        swapped_in_slots=swapped_in,
-        swapped_in_blocks=swap_blocks,
-        num_draft_tokens=column(num_drafts),
+        swapped_out_blocks=carried.swapped_out_blocks,
+        swapped_out_slots=carried.swapped_out_slots,
+        swapped_in_slots=carried.swapped_in_slots,
+        swapped_in_blocks=carried.swapped_in_blocks,
+        num_draft_tokens=num_drafts,
         draft_token_ids=draft_ids,
-        copied_blocks=copied,
-        copied_to=copied_to,
+        copied_blocks=carried.copied_blocks,
+        copied_to=carried.copied_to,
         added_pooling=draft.added_pooling,
         adapters=draft.adapters,
         features=draft.features,
-        copied_states=states,
-        copied_states_to=states_to,
-        others=[RowBlocks(column(rows), column(ids)) for rows, ids in others] if others else [],
-        saved_rows=NO_INT32S if draft.saved is None else draft.saved.rows,
-        saved_after=NO_INT32S if draft.saved is None else draft.saved.after,
-        saved_slots=NO_INT32S if draft.saved is None else draft.saved.slots,
+        copied_states=carried.copied_states,
+        copied_states_to=carried.copied_states_to,
+        others=[RowBlocks(column(rows), column(ids)) for rows, ids in blocks.others] if blocks.others else [],
+        saved_rows=saved.rows,
+        saved_after=saved.after,
+        saved_slots=saved.slots,
         num_common_prefix_blocks=num_common_blocks,
         scheduled_encoder_inputs=draft.encoded,
         freed_encoder_inputs=draft.dropped,

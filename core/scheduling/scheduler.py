@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from core.batch.batch import Batch
-from core.batch.carried import Carried
+from core.batch.carried import NOTHING_CARRIED
 from core.batch.index import RequestIndex
 from core.batch.kept_states import LEAST_TOKENS, KeptStates
 from core.batch.request import NO_ROW, Request
@@ -473,7 +473,7 @@ class Scheduler:
         self.decision = draft.decision(rows, counts, len(self.waiting), self.pool.num_free)
         self.stats.count_decision(self.decision)
         if not len(rows):
-            return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
+            return finish_plan(draft, rows, counts, NOTHING_CARRIED)  # not run: the next plan that runs carries it
         self._step += 1
         if self.batch.carried.renewed_rows:
             draft.renew(self.batch)
@@ -486,7 +486,7 @@ class Scheduler:
         if self.batch.kept_states is not None:
             draft.saved = self.batch.kept_states.save(rows, counts)
         carried = self.batch.take_carried()
-        if draft.starts or carried.removed_rows:  # otherwise the same rows have the same first blocks
+        if draft.starts or len(carried.removed_rows):  # otherwise the same rows have the same first blocks
             self.num_common_blocks = self.batch.num_common_blocks()
         self.preemption.end_plan()
         plan = finish_plan(draft, rows, counts, carried, self.num_common_blocks)
