@@ -72,16 +72,21 @@ def convolve_kernel(
     x, positions, rows, firsts, owners, states, kernel, bias, out, width, state_size, offset, start,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr, SHORT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute one token's convolution for BLOCK channels: of b * x, times c; or of others, through silu."""
+    """Compute one token's convolution for BLOCK channels: of b * x, times c; or of others, through silu.
+
+    A padding token's is 0.
+    """
     token = tl.program_id(0)
     request = tl.load(owners + token)
     slot = tl.load(rows + request).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < CHANNELS
     if slot < 0:
+        nothing = tl.zeros((BLOCK,), tl.float32).to(out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64) * CHANNELS + channel, nothing, mask=inside)
         return
     first = tl.load(firsts + request)
     is_first = (tl.load(positions + first) == 0).to(tl.int32)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < CHANNELS
     sums = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         sums += tl.load(bias + channel, mask=inside, other=0.0)
@@ -137,14 +142,19 @@ def recur_kernel(
     VALUES: tl.constexpr, STRIDE: tl.constexpr, DELTA: tl.constexpr, SAVES: tl.constexpr, SKIPS: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Update BLOCK_V columns of one head's matrix [KEYS, VALUES] token by token, and write the results."""
+    """Update BLOCK_V columns of one head's matrix [KEYS, VALUES] token by token, and write the results.
+
+    Padding tokens have results of 0: they go through the rest of the model, and must be numbers.
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(rows + request).to(tl.int64)
-    if slot < 0:
-        return
     first, end = tl.load(firsts + request), tl.load(firsts + request + 1)
-    group = head % GROUPS if TURNS else head // (HEADS // GROUPS)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if slot < 0:
+        for token in range(first, end):
+            tl.store(out + (token * HEADS + head) * VALUES + v, tl.zeros((BLOCK_V,), tl.float32), mask=v < VALUES)
+        return
+    group = head % GROUPS if TURNS else head // (HEADS // GROUPS)
     inside = (k < KEYS)[:, None] & (v < VALUES)[None, :]
     place = offset + head * (KEYS * STRIDE) + k[:, None] * STRIDE + v[None, :]
     began = k * 0 + tl.load(positions + first) > 0  # not the first step of a request

@@ -251,7 +251,8 @@ def test_bits_do_not_depend_on_where_a_prompt_is_cut(window: int | None, dtype: 
 
 def test_without_the_splits_of_decode_a_token_alone_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "SPLIT", 1 << 20)
-    assert pieces_with_other_bits(None, CUTS, torch.float32) == [1, 1]
+    found = pieces_with_other_bits(None, CUTS, torch.float32)
+    assert set(found) == {1}, "how many tokens differ depends on NumPy's products, which depend on the CPU"
 
 
 def test_the_invariance_test_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
