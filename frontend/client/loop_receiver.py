@@ -36,11 +36,14 @@ class LoopReceiver:
         self._is_closed = False
         self._is_paused = False
         self._is_due = False  # to receive, once it is not paused any more
+        self._rest: asyncio.TimerHandle | None = None
         client.lend(self)
 
     def close(self) -> None:
         """Give the socket back."""
         self._is_closed = True
+        if self._rest is not None:
+            self._rest.cancel()
         self._client.lend(None)
         self._unwatch()
 
@@ -51,8 +54,25 @@ class LoopReceiver:
         """
         self._is_paused = True
 
+    def rest(self, seconds: float) -> None:
+        """Receive nothing for this time, even if resume() is called."""
+        if self._rest is None and not self._is_closed:
+            self._is_paused = True
+            if self._fd >= 0:  # a frame that waits would wake the loop in each of its turns
+                self._loop.remove_reader(self._fd)
+            self._rest = self._loop.call_later(seconds, self._end_rest)
+
+    def _end_rest(self) -> None:
+        self._rest = None
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._receive)
+        self._is_due = True
+        self.resume()
+
     def resume(self) -> None:
-        """Receive again. Does nothing where it was not paused."""
+        """Receive again. Does nothing if it was not paused."""
+        if self._rest is not None:
+            return
         self._is_paused = False
         if self._is_due:
             self._is_due = False

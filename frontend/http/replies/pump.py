@@ -3,7 +3,8 @@
 The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes the news
 as columns and calls into Python once for each choice; there is no task, queue or timer for a reply. However much there
 is, a turn of the loop does a bounded part of it: a backlog makes more turns, not longer ones. Nothing is received until
-the backlog is taken. So a server at its limit gets fewer and larger messages: the engine merges those that wait.
+the backlog is taken. So a server at its limit gets fewer and larger messages: those that wait are merged. It also
+rests: see Pace.
 """
 
 import asyncio
@@ -30,8 +31,34 @@ _TURN_S = 0.008
 #: is 4.
 NEWS_EACH_TURN, _LOOK_EVERY = 65_536, 512
 _DISCARDS_EACH_TURN = 128
+#: Rests of a server at its limit; see Pace. A shorter one is not worth a timer.
+_MOST_REST_S, _LEAST_REST_S = 0.008, 0.0005
 _BYTES_OF_WORK = 64  # of an answer, for each unit of its size
 _log = logging.getLogger("engine_core.http")
+
+
+class Pace:
+    """How long news waits for more, so that a server at its limit makes fewer and larger events.
+
+    It is at its limit if the next news is there within a quarter of the time that the last took. Then it rests for as
+    long as it has worked: the engine, callers and other requests get the processor, and an event has the tokens of
+    twice as many steps. Others never wait.
+    """
+
+    def __init__(self) -> None:
+        self._begun_at = self._ended_at = 0.0
+        self._took_s = self._rest_s = self._idle_s = 0.0
+
+    def begin(self, now: float) -> None:
+        """Begin to take news. now: seconds of a steady clock."""
+        self._idle_s, self._begun_at = now - self._ended_at - self._rest_s, now
+
+    def end(self, now: float) -> float:
+        """End: all news is taken. Return for how many seconds nothing should be received; usually 0."""
+        is_late = self._idle_s < self._took_s / 4
+        self._took_s, self._ended_at = now - self._begun_at, now
+        self._rest_s = min(self._took_s, _MOST_REST_S) if is_late and self._took_s >= _LEAST_REST_S else 0.0
+        return self._rest_s
 
 
 class Pump:
@@ -58,6 +85,7 @@ class Pump:
         self._thread = threading.get_ident()  # the loop's
         client.add_listener(self._on_news)
         self._receiver = LoopReceiver(client, self._loop)
+        self._pace = Pace()
 
     def close(self) -> None:
         """Stop background work."""
@@ -163,11 +191,14 @@ class Pump:
 
     def _run(self) -> None:
         self._is_scheduled = False  # before the news is taken: later news schedules another run
+        begin = time.perf_counter()
         if self._news is None:
+            if not self._has_more:
+                self._pace.begin(begin)
             news = self.client.take_news()
             self.num_events += len(news.numbers)
             self._news, self._has_more = _rows(news), news.has_more
-        parts, left, until = self._parts, NEWS_EACH_TURN, time.perf_counter() + _TURN_S
+        parts, left, until = self._parts, NEWS_EACH_TURN, begin + _TURN_S
         look_at = left - _LOOK_EVERY
         for number, choice, ids, finish in self._news:
             part = parts.get(number)
@@ -192,7 +223,10 @@ class Pump:
             self._receiver.pause()
             self._on_news()
             return
-        self._receiver.resume()
+        if rest_s := self._pace.end(time.perf_counter()):
+            self._receiver.rest(rest_s)
+        else:
+            self._receiver.resume()
         if self.client.error is not None:
             self.fail_all(self.client.error, time.monotonic())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,33 @@ def test_nothing_is_received_while_it_is_paused(peer: Peer) -> None:
 
     asyncio.run(run())
     assert peer.received == [(b"%d" % number, True) for number in range(100)]
+
+
+def test_nothing_is_received_in_a_rest(peer: Peer) -> None:
+    """And a frame that waits does not keep the loop busy."""
+
+    async def run() -> None:
+        receiver, loop = await lent(peer), asyncio.get_running_loop()
+        for number in range(2):
+            receiver.rest(3600.0)
+            receiver.rest(0.0)  # it rests already
+            peer.answer(b"%d" % number)
+            receiver.pause()
+            receiver.resume()
+            before = time.process_time()
+            await asyncio.sleep(0.05)
+            assert time.process_time() - before < 0.04
+            assert len(peer.received) == number
+            assert receiver._rest is not None
+            receiver._rest.cancel()
+            loop.call_soon(receiver._end_rest)
+            await peer.until(number + 1)
+        receiver.rest(3600.0)
+        receiver.close()
+        assert receiver._rest is None or receiver._rest.cancelled()
+
+    asyncio.run(run())
+    assert peer.received == [(b"%d" % number, True) for number in range(2)]
 
 
 def test_the_socket_goes_to_another_loop_and_back_to_the_thread(peer: Peer) -> None:

@@ -13,7 +13,7 @@ from frontend.client.journal import Journal
 from frontend.client.news import NO_NEWS, News
 from frontend.http.intake import Intake
 from frontend.http.replies import pump as pump_module
-from frontend.http.replies.pump import Pump
+from frontend.http.replies.pump import Pace, Pump
 from frontend.http.replies.reply import MAX_IN_LOOP, Reply
 from frontend.http.wire.exchange import Exchange, Message, NoWire
 from ipc.params.sampling_params import SamplingParams
@@ -141,6 +141,25 @@ def test_a_turn_with_slow_news_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch
     assert len({turn for turn, _, _ in taken}) > 5
     assert {what for what, count in calls if count < 200} == {"pause"}
     assert calls[-1] == ("resume", 200)
+
+
+def test_a_server_at_its_limit_rests_as_long_as_it_works() -> None:
+    pace, now = Pace(), 100.0
+    rests = []
+    for idle, work in [  # milliseconds
+        (50, 2),  # the first news
+        (0.4, 3),  # within a quarter of 2
+        (0.5, 20),  # of 3: it rests for a bounded time
+        (4.9, 1),  # of 20
+        (0.3, 2),  # later than a quarter of 1
+        (0, 0.4),  # too little for a rest
+    ]:
+        now += idle * 1e-3
+        pace.begin(now)
+        now += work * 1e-3
+        rests.append(round(pace.end(now) * 1e3, 6))
+        now += rests[-1] * 1e-3
+    assert rests == [0, 3, 8, 1, 0, 0]
 
 
 @pytest.mark.parametrize("num_others", [0, 60])
