@@ -1,11 +1,12 @@
 """A session of 11,000 tokens while 5,000 requests of others run: the share of it that is found, and the first token.
 
-The KV cache has room for about two such sessions, and the others' prompts fill it many times. Each turn asks the
-session's prompt and some new tokens for one token, while nothing else runs: before the others, and then after each part
-of them. Once the session is pinned, once it is not, each in an engine of its own. A turn's time includes the way to the
-engine and back.
+The KV cache has room for about two such sessions. Each turn asks the session's prompt and some new tokens for one
+token, while nothing else runs: before the others, and then after each part of them. The prompts of each part take more
+blocks than the cache has, so without a pin no turn finds the session. Once it is pinned, once it is not, each in an
+engine of its own. A turn's time includes the way to the engine and back.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,11 +19,12 @@ from tools.commands.replay.latency import percentile
 from tools.lab.bench.workloads import ID_LOW, ID_SPAN
 
 FOREIGN_REQUESTS = 5000
-TURNS = 100
+TURNS = 50
 _MAX_MODEL_LEN = 11_264
 _ROOM = 264  # tokens of the context that are not the session's
 _TURN_TOKENS = 32
-_FOREIGN_TOKENS = 128
+_FOREIGN_SHARE = 1.25  # of the cache's tokens: the prompts of others between two turns
+_SPARE_BLOCKS = 64
 _BLOCK_SIZE = 16
 _TTL_MS = 24 * 3600 * 1000
 _ONE = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
@@ -32,21 +34,25 @@ def measure_pinned_session(options: dict[str, Any], *, rounds: int) -> Iterator[
     """Yield a record for each case and round. options: of the engine. Errors: those of LLM."""
     length = options.get("max_model_len") or _MAX_MODEL_LEN
     sizes: dict[str, Any] = {"block_size": _BLOCK_SIZE, "max_model_len": length, "max_num_seqs": 16}
-    sizes |= {"num_blocks_override": 2 * length // _BLOCK_SIZE + 200, "max_tenant_pinned_share": 0.5}
+    num_blocks = 2 * length // _BLOCK_SIZE + _SPARE_BLOCKS
+    foreign = math.ceil(_FOREIGN_SHARE * num_blocks * _BLOCK_SIZE * TURNS / FOREIGN_REQUESTS)
+    sizes |= {"num_blocks_override": num_blocks, "max_tenant_pinned_share": 0.5}
     for round_ in range(rounds):
         for case in ("pinned", "unpinned"):
             with LLM(**{**sizes, **options, "skip_tokenizer_init": True}) as llm:
-                yield _measure(llm, length - _ROOM, case, round_) | {"dtype": options.get("dtype")}
+                yield _measure(llm, length - _ROOM, foreign, case, round_) | {"dtype": options.get("dtype")}
 
 
-def _measure(llm: LLM, num_tokens: int, case: str, round_: int) -> dict[str, Any]:
+def _measure(llm: LLM, num_tokens: int, num_foreign: int, case: str, round_: int) -> dict[str, Any]:
     session = [ID_LOW + (round_ + number * 7) % ID_SPAN for number in range(num_tokens)]
     pins = [Pin("session", _TTL_MS, num_tokens)] if case == "pinned" else []
     _turn(llm, session, 0, pins)
     before = [_turn(llm, session, 1 + turn, pins) for turn in range(TURNS)]
     after, asked_of = [], FOREIGN_REQUESTS // TURNS
     for turn in range(TURNS):
-        prompts: Any = [{"prompt_token_ids": _foreign(turn * asked_of + number)} for number in range(asked_of)]
+        prompts: Any = [
+            {"prompt_token_ids": _foreign(turn * asked_of + number, num_foreign)} for number in range(asked_of)
+        ]
         llm.generate(prompts, _ONE, use_tqdm=False, tenant="others")
         after.append(_turn(llm, session, 1 + TURNS + turn, pins))
     whole = num_tokens // _BLOCK_SIZE * _BLOCK_SIZE
@@ -60,6 +66,7 @@ def _measure(llm: LLM, num_tokens: int, case: str, round_: int) -> dict[str, Any
         "round": round_,
         "session_tokens": num_tokens,
         "foreign_requests": asked_of * TURNS,
+        "foreign_tokens": num_foreign,
         "turns": TURNS,
         "hit_share": round(sum(found for _, found in after) / (whole * len(after)), 4),
         "num_pins_yielded": llm.statistics().num_pins_yielded,
@@ -77,5 +84,5 @@ def _turn(llm: LLM, session: list[int], number: int, pins: list[Pin]) -> tuple[f
     return time.perf_counter() - begin, min(output.num_cached_tokens or 0, len(session) // _BLOCK_SIZE * _BLOCK_SIZE)
 
 
-def _foreign(number: int) -> list[int]:
-    return [ID_LOW + (number * 17 + place * place) % ID_SPAN for place in range(_FOREIGN_TOKENS)]
+def _foreign(number: int, length: int) -> list[int]:
+    return [ID_LOW + (number * 17 + place * place) % ID_SPAN for place in range(length)]
