@@ -72,6 +72,7 @@ class Batch:
         if others and self.host_cache.num_slots:
             self.prefix_cache.host = self.host_cache
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
+        self.before_passed: list[Callable[[Rows], None]] = []  # called with rows that are about to free passed blocks
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
         self.on_copy: list[Callable[[int, int], None]] = []  # called with a row that becomes a copy, and its source
 
@@ -393,6 +394,8 @@ class Batch:
             due = (passed > table.num_released[rows]) & (self.table.keeps_blocks[rows] == 0)
             if np.count_nonzero(due):
                 rows, passed = rows[due], passed[due]
+                for notice in self.before_passed:
+                    notice(rows)
                 self._free(table, rows, table.num_released[rows], passed)
                 table.num_released[rows] = passed
 

@@ -11,10 +11,12 @@ A step stores states while it computes a prompt, at these places, each the end o
   end a prompt with tokens that the next turn does not repeat, and at multiples of a distance that depends only on the
   prompt's length. These are guesses;
 - at the last whole block of a step that leaves known tokens for the next one, so that a request that is preempted after
-  every step still gets on. These count as guesses, too.
+  every step still gets on. These count as guesses, too;
+- where a pin of the prompt ends.
 
-If no slot is free, a new state replaces the least recently used one. Guesses have at most half of the slots, so one
-long prompt does not replace the states of all others. A guess from which a request has started is no guess any more.
+If no slot is free, a new state replaces the least recently used one that no pin holds. Guesses have at most half of the
+slots, so one long prompt does not replace the states of all others. A guess from which a request has started, or that a
+pin holds, is no guess any more.
 """
 
 from collections.abc import Sequence
@@ -44,6 +46,8 @@ class KeptStates:
         self._slots: dict[int, int] = {}
         self._guesses: dict[int, None] = {}  # contents in _slots that are guesses, oldest first
         self._most_guesses = num_slots // 2
+        self.num_slots = num_slots
+        self._pins: dict[int, int] = {}  # how many pins hold the state of a content, which is then not replaced
         #: For a store beyond the host, by slot: the content that a state belongs to, and how often the slot has been
         #: given to another state.
         self.content: Ints = np.zeros(num_rows + num_slots, np.int64)
@@ -107,7 +111,7 @@ class KeptStates:
             guesses = range(first, min(end, last - LEAST_TOKENS) + 1, distance)
             places = dict.fromkeys((place for place in guesses if abs(place - known) >= LEAST_TOKENS), True)
             places[last - size] = True
-        places |= {known: False, last: False}
+        places |= {known: False, last: False, **dict.fromkeys(request.state_places, False)}
         chosen = {at: places[at] for at in sorted(places) if begin < at <= end and LEAST_TOKENS <= at <= last}
         if end < self._table.num_tokens[row] and begin < (whole := end // size * size) <= last:
             chosen.setdefault(whole, self._most_guesses > 0)
@@ -126,7 +130,7 @@ class KeptStates:
         return content if len(found) == count else UNNAMED
 
     def _slot_of(self, content: int, is_guess: bool) -> int | None:
-        """Return a slot for the state of a content; None if it is kept already, or if the content has no name."""
+        """Return a slot for the state of a content; None: it is kept already, has no name, or pins hold all."""
         if content == UNNAMED:
             return None
         if content in self._slots:
@@ -136,17 +140,22 @@ class KeptStates:
             return None
         if is_guess and len(self._guesses) >= self._most_guesses:
             slot = self._drop(next(iter(self._guesses)))
+        elif (taken := self._take()) is not None:
+            slot = taken
         else:
-            slot = self._take()
+            return None
         self._slots[content] = slot
         self._give(slot, content)
         if is_guess:
             self._guesses[content] = None
         return slot
 
-    def _take(self) -> int:
-        """Return a free slot, or that of the least recently used state."""
-        return self._free.pop() if self._free else self._drop(next(iter(self._slots)))
+    def _take(self) -> int | None:
+        """Return a free slot, or that of the least recently used state that no pin holds."""
+        if self._free:
+            return self._free.pop()
+        oldest = next((content for content in self._slots if content not in self._pins), None)
+        return None if oldest is None else self._drop(oldest)
 
     def _give(self, slot: int, content: int) -> None:
         self.content[slot] = content
@@ -158,6 +167,32 @@ class KeptStates:
         slot = self._slots.pop(content)
         self.content[slot] = UNNAMED
         return slot
+
+    # --- pins -----------------------------------------------------------------------------------------------------
+
+    def last_ends(self, contents: Ints, most: int) -> list[int]:
+        """Return after how many of these consecutive contents there are states: the last ones, at most so many."""
+        numbers, ends = contents.tolist(), list[int]()
+        for count in range(len(numbers), 0, -1):
+            if len(ends) == most:
+                break
+            if numbers[count - 1] in self._slots:
+                ends.append(count)
+        return ends
+
+    def pin(self, content: int, most: int) -> bool:
+        """Hold the state of a content until unpin(). Return False if more than `most` would be held."""
+        if content not in self._pins and len(self._pins) >= most:
+            return False
+        self._pins[content] = self._pins.get(content, 0) + 1
+        self._guesses.pop(content, None)
+        return True
+
+    def unpin(self, content: int) -> None:
+        """Drop one hold of a state."""
+        self._pins[content] -= 1
+        if not self._pins[content]:
+            del self._pins[content]
 
     # --- stores beyond the host -----------------------------------------------------------------------------------
 
@@ -179,10 +214,14 @@ class KeptStates:
         return slots
 
     def reserve(self, count: int) -> Ints | None:
-        """Take slots, to be written from outside until release(); None if more than half of all would be taken."""
-        if count and len(self._reserved) + count > (len(self._slots) + len(self._free) + len(self._reserved)) // 2:
+        """Take slots, to be written from outside until release().
+
+        None if more than half of all would be taken, or some that pins hold.
+        """
+        num_free = len(self._slots) + len(self._free) - len(self._pins)
+        if count and (len(self._reserved) + count > self.num_slots // 2 or count > num_free):
             return None
-        slots = [self._take() for _ in range(count)]
+        slots = [slot for _ in range(count) if (slot := self._take()) is not None]
         for slot in slots:
             self._give(slot, UNNAMED)
         self._reserved |= dict.fromkeys(slots)
@@ -208,3 +247,4 @@ class KeptStates:
         assert len(slots) == len(dict.fromkeys(slots)), f"slots of states: {slots}"
         assert self._guesses.keys() <= self._slots.keys(), f"guesses without states: {self._guesses}"
         assert len(self._guesses) <= self._most_guesses, f"{len(self._guesses)} guesses"
+        assert self._pins.keys() <= self._slots.keys() - self._guesses.keys(), f"pins of no state: {self._pins}"

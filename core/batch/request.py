@@ -72,6 +72,7 @@ class Request(msgspec.Struct, eq=False):
     known_end: int = 0  # with recurrent layers: first tokens that were in the cache; see core/batch/kept_states.py
     has_asked: bool = False  # it has asked for such blocks and got an answer
     pins: tuple[Pin, ...] = ()  # of its prompt, until it is queued
+    state_places: tuple[int, ...] = ()  # with recurrent layers: after how many tokens pins want the state
     #: Derived from `params`, and stored because a start looks at them several times:
     sampling: SamplingParams | None = None  # the parameters for its tokens; None for a pooling request
     searches: bool = False  # it is a beam of a beam search

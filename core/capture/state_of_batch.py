@@ -68,6 +68,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         Forks: "forks",
         Carried: "carried",
         KeptStates | None: "kept_states",
+        list[Callback(((Pins, "take"),))]: "before_passed",  # type: ignore[misc]
         HostCache: "host_cache",
         list[Callback(((BlockExchange, "leave"), (Pins, "leave")))]: "before_release",  # type: ignore[misc]
         list[Pins]: "keepers",
@@ -115,9 +116,9 @@ FIELDS: dict[type, dict[Any, str]] = {
         BatchTable: "_table",
         BlockNames: "_names",
         list[int]: "_free",
-        dict[int, int]: "_slots",
+        dict[int, int]: "_slots _pins",
         dict[int, None]: "_guesses _reserved",
-        int: "_most_guesses",
+        int: "_most_guesses num_slots",
         Ints: "content times_given",
     },
     PrefixCache: {

@@ -43,6 +43,8 @@ from core.scheduling.leads import Leads
 from core.scheduling.limits import PartialPrefills
 from core.scheduling.outputs import OutputCollector, RequestEventLog, _Rows
 from core.scheduling.parties import Parties
+from core.scheduling.pins.held_blocks import HeldBlocks
+from core.scheduling.pins.pinned_beside import PinnedStates, PinnedWindows
 from core.scheduling.pins.pinned_prefix import PinLedger, PinnedPrefix
 from core.scheduling.pins.pins import Pins
 from core.scheduling.policies import Fair, Fcfs, Priority, RowShares
@@ -256,13 +258,32 @@ FIELDS: dict[type, dict[Any, str]] = {
         list[_Cut]: "_cuts",  # type: ignore[valid-type]
         BlockExchange | None: "_exchange",
         BlockPool: "_pool",
+        tuple[float, float]: "_shares",
         PinLedger: "ledger",
+        HeldBlocks: "blocks",
+        list[PinnedWindows | PinnedStates]: "_beside",
         dict[tuple[str, str, int], PinnedPrefix]: "_pins",
         list[PinnedPrefix]: "_live",
+    },
+    HeldBlocks: {
+        int: "max_pages _max_of_tenant",
+        Batch: "_batch",
+        BlockPool: "_pool",
         Ints: "_references",
+        dict[str, int]: "_of_tenant",
+    },
+    PinnedWindows: {
+        Batch: "_batch",
+        HeldBlocks: "_blocks",
+    },
+    PinnedStates: {
+        Batch: "_batch",
+        KeptStates: "_kept",
+        PinLedger: "_ledger",
     },
     PinLedger: {
-        int: "max_blocks max_of_tenant",
+        int: "max_blocks max_of_tenant _size",
+        str: "_noun",
         dict[int, int]: "counts",
         dict[str, int]: "_of_tenant _with_repeats",
     },

@@ -87,6 +87,7 @@ class Retain(NamedTuple):
 
     contents: Ints  # [n]
     ttl_ms: int  # from now on; 0 = no longer
+    beside: Ints = NO_INTS  # [m] contents; what is next to these blocks is kept, too: see Leave
 
 
 Order: TypeAlias = Look | Fetch | Store | Leave | Retain

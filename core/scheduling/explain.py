@@ -96,8 +96,8 @@ class _Explainer:
             max_num_encoder_input_tokens=scheduler.encoder_inputs.budget,
             encoder_cache_size=scheduler.encoder_inputs.cache_size,
             num_encoder_cache_tokens=scheduler.encoder_inputs.num_cached_tokens,
-            num_pinned_blocks=scheduler.pins.num_held_blocks(),
-            max_pinned_blocks=scheduler.pins.ledger.max_blocks,
+            num_pinned_blocks=len(scheduler.pins.blocks),
+            max_pinned_blocks=scheduler.pins.blocks.max_pages,
         )
 
     def _some(self, limit: int) -> tuple[list[Request], int]:

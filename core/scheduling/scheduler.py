@@ -336,8 +336,8 @@ class Scheduler:
             num_fetched_blocks=0 if exchange is None else exchange.num_fetched,
             num_stored_blocks=0 if exchange is None else exchange.num_stored,
             num_pins=len(self.pins),
-            num_pinned_blocks=self.pins.num_held_blocks(),
-            max_pinned_blocks=self.pins.ledger.max_blocks,
+            num_pinned_blocks=len(self.pins.blocks),
+            max_pinned_blocks=self.pins.blocks.max_pages,
         )
 
     def take_outputs(self) -> list[ClientOutput]:

@@ -367,8 +367,10 @@ class BlockStore:
 
     def _retain(self, order: Retain) -> None:
         """Tell the connectors how long to keep blocks. What is not known by name is in no store."""
-        found = (self._name_of.get(content) for content in order.contents.tolist())
+        found = [self._name_of.get(content) for content in order.contents.tolist()]
+        beside = [self._name_of.get(content) for content in order.beside.tolist()]
         names = [name for name in found if name is not None]
+        names += [self._names.beside(name) for name in beside if name is not None]
         for tier in self._tiers:
             tier.retain(names, order.ttl_ms)
 

@@ -26,7 +26,7 @@ def _counts(engine: EngineProcess) -> dict[str, tuple[Any, Any]]:
         "tokens that wait": (waiting.num_tokens, 0),
         "requests on hold": (waiting.num_held, 0),
         "requests with a copy on the host": (scheduler.preemption.num_swapped, 0),
-        "free blocks": (pool.num_free, pool.num_blocks - 1 - scheduler.pins.num_held_blocks()),
+        "free blocks": (pool.num_free, pool.num_blocks - 1 - len(scheduler.pins.blocks)),
         "fenced blocks": (pool.num_fenced, 0),
         "free swap blocks": (swap_space.num_free, swap_space.num_slots),
         "steps in flight": (engine.core.pipeline.num_in_flight, 0),

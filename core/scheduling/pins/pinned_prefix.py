@@ -18,6 +18,9 @@ class PinnedPrefix(msgspec.Struct, eq=False):
 
     blocks: of these, the first ones that the pin holds in the KV cache. num_kept: the most that it has held: these were
     promised. request: the last one that has asked for this pin; it computes what is missing.
+
+    With layers with a window that have blocks of their own, or with recurrent ones, a request can start only with some
+    numbers of first blocks. ends: these, ascending. kept_ends: when there were num_kept, which is the last of them.
     """
 
     tenant: str
@@ -26,20 +29,32 @@ class PinnedPrefix(msgspec.Struct, eq=False):
     token_ids: Int32s
     hashes: list[int]  # of its blocks
     keys: list[int]  # of its blocks, each from the key before it: equal keys, equal beginnings
+    charged: list[int]  # the keys, and those of what its tenant is charged for in addition
     ends_ns: int  # on the clock of the step
     request: Request | None = None
     blocks: Int32s = msgspec.field(default_factory=lambda: NO_INT32S)
     num_kept: int = 0
+    ends: list[int] = msgspec.field(default_factory=list)
+    kept_ends: list[int] = msgspec.field(default_factory=list)
+    #: For each further kind of layer: the block that it holds next to each of its blocks, NULL_BLOCK: none.
+    others: list[Int32s] = msgspec.field(default_factory=list)
+    states: dict[int, int] = msgspec.field(default_factory=dict)  # of the recurrent states it holds: end -> content
 
     @property
     def identity(self) -> tuple[str, str, int]:
         """Return what another pin must have to replace this one."""
         return (self.tenant, self.name, 0 if self.name else self.keys[-1])
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether it holds all of its blocks."""
-        return len(self.blocks) == len(self.keys)
+    def num_promised(self, num_blocks: int) -> int:
+        """Return with how many first blocks a request can start that has num_blocks in common with the pin."""
+        if not self.kept_ends:
+            return min(num_blocks, self.num_kept)
+        return max((end for end in self.kept_ends if end <= num_blocks), default=0)
+
+    def keep_promise(self, num_kept: int, ends: list[int]) -> None:
+        """Promise num_kept blocks from now on, if these are more. ends: see above."""
+        if num_kept >= self.num_kept:
+            self.num_kept, self.kept_ends = num_kept, ends
 
 
 def keys_of(root: int, hashes: list[int]) -> list[int]:
@@ -59,10 +74,11 @@ def num_common(one: list[int], other: list[int]) -> int:
 class PinLedger:
     """How many different blocks each tenant has pinned. Tenants have no blocks in common: their roots differ.
 
-    max_blocks: of all tenants. max_of_tenant: of each.
+    max_blocks: of all tenants. max_of_tenant: of each. size, noun: refusals call a block `size` of this.
     """
 
-    def __init__(self, max_blocks: int, max_of_tenant: int) -> None:
+    def __init__(self, max_blocks: int, max_of_tenant: int, size: int, noun: str) -> None:
+        self._size, self._noun = size, noun
         self.max_blocks, self.max_of_tenant = max_blocks, min(max_of_tenant, max_blocks)
         self.counts: dict[int, int] = {}  # by key: pins that have the block
         self._of_tenant: dict[str, int] = {}  # different blocks
@@ -76,25 +92,26 @@ class PinLedger:
         """Return how many different blocks a tenant has pinned."""
         return self._of_tenant.get(tenant, 0)
 
-    def refusal(self, tenant: str, keys: list[int], block_size: int) -> str:
+    def refusal(self, tenant: str, keys: list[int]) -> str:
         """Return the bound that these blocks of a tenant would exceed, or "" for none."""
+        size, noun = self._size, self._noun
         new = sum(1 for key in keys if key not in self.counts)
         own = self.of_tenant(tenant)
         if own + new > self.max_of_tenant:
             return (
-                f"this tenant has pinned {own * block_size} tokens, the pin adds {new * block_size}, and its share is "
-                f"{self.max_of_tenant * block_size} (max_tenant_pinned_share)"
+                f"this tenant has pinned {own * size} {noun}, the pin adds {new * size}, and its share is "
+                f"{self.max_of_tenant * size} (max_tenant_pinned_share)"
             )
         if len(self) + new > self.max_blocks:
             return (
-                f"{len(self) * block_size} tokens are pinned, the pin adds {new * block_size}, and at most "
-                f"{self.max_blocks * block_size} may be (max_pinned_share)"
+                f"{len(self) * size} {noun} are pinned, the pin adds {new * size}, and at most "
+                f"{self.max_blocks * size} may be (max_pinned_share)"
             )
         listed, most = self._with_repeats.get(tenant, 0) + len(keys), MOST_REPEATED * self.max_of_tenant
         if listed > most:
             return (
-                f"this tenant's pins would list {listed * block_size} tokens, those in common as often as they occur, "
-                f"and at most {most * block_size} are allowed: {MOST_REPEATED} times its share"
+                f"this tenant's pins would list {listed * size} {noun}, those in common as often as they occur, "
+                f"and at most {most * size} are allowed: {MOST_REPEATED} times its share"
             )
         return ""
 

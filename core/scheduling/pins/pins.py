@@ -3,6 +3,9 @@
 A pin holds its blocks as a running request does: with a reference, so the pool cannot evict them. It takes them when
 its request has computed them, or at once if they are there. Nothing else of the scheduler knows of pins; they are
 called through the lists of callbacks that other parts use, from the first pin on.
+
+With layers with a window that have their own blocks, or with recurrent layers, a pin also holds what a request needs
+next to the blocks to start after the last one (core/scheduling/pins/pinned_beside.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +20,10 @@ from core.scheduling.block_exchange import BlockExchange
 from core.scheduling.draft import Draft
 from core.scheduling.ends import Ends
 from core.scheduling.parts import SchedulerParts
+from core.scheduling.pins.held_blocks import HeldBlocks
+from core.scheduling.pins.pinned_beside import PinnedBeside, make_beside
 from core.scheduling.pins.pinned_prefix import PinLedger, PinnedPrefix, keys_of, num_common
-from ipc.tables.arrays import BlockIds, Int32s, Ints, Rows
+from ipc.tables.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
 from ipc.wire.messages import ErrorCode
 from ipc.wire.pin_messages import MAX_LISTED_PINS, ForkPin, Pin, PinAnswer, PinState
 
@@ -39,12 +44,13 @@ class Pins:
         config, self._batch, self._waiting, self._outputs = parts.config, parts.batch, parts.waiting, parts.outputs
         self._stats, self._ends, self._cuts, self._exchange = parts.stats, ends, cuts, exchange
         self._pool, self._size = parts.batch.pool, config.block_size
-        num_usable = self._pool.num_blocks - 1
-        self.ledger = PinLedger(
-            int(config.max_pinned_share * num_usable), int(config.max_tenant_pinned_share * num_usable)
-        )
+        num_pages, width = self._pool.num_blocks - 1, self._pool.page_blocks
+        self._shares = (config.max_pinned_share, config.max_tenant_pinned_share)
+        most, most_of_tenant = (int(share * num_pages) for share in self._shares)
+        self.blocks = HeldBlocks(parts.batch, most, most_of_tenant)
+        self.ledger = PinLedger(most * width, most_of_tenant * width, self._size, "tokens")
+        self._beside: list[PinnedBeside] = []  # made with the first pin
         self._pins: dict[tuple[str, str, int], PinnedPrefix] = {}  # by identity
-        self._references: Ints = np.zeros(self._pool.num_blocks, np.int64)  # how many pins hold each block
         self._live: list[PinnedPrefix] = []  # those whose requests are live
         self._first_end_ns = _NEVER
         self._now_ns = 0  # of the last step
@@ -91,11 +97,12 @@ class Pins:
             source.token_ids,
             source.hashes,
             source.keys,
+            source.charged,
             now_ns + message.ttl_ms * _NS_PER_MS,
             source.request,
         )
         refusal = self._put(pinned)
-        pinned.num_kept = max(pinned.num_kept, source.num_kept)
+        pinned.keep_promise(source.num_kept, source.kept_ends)
         return (ErrorCode.PIN_REFUSED, refusal) if refusal else None
 
     def states(self, tenant: str, now_ns: int) -> tuple[list[PinState], int]:
@@ -105,7 +112,7 @@ class Pins:
             PinState(
                 pinned.name,
                 len(pinned.token_ids),
-                len(pinned.blocks) * self._size,
+                self._num_usable(pinned) * self._size,
                 -(-(pinned.ends_ns - now_ns) // _NS_PER_MS),
             )
             for pinned in islice(own, MAX_LISTED_PINS)
@@ -114,22 +121,26 @@ class Pins:
 
     def _pin(self, pin: Pin, request: Request, now_ns: int) -> PinAnswer:
         """Pin the first tokens of a request that has arrived, and return the answer."""
-        count = min(pin.num_tokens or request.num_prompt_tokens, request.num_prompt_tokens) // self._size
+        most = request.num_prompt_tokens - (1 if self._beside else 0)  # they cover no prompt's last token
+        count = min(pin.num_tokens or most, most) // self._size
         if refusal := self._never_pins(count):
             self._stats.num_pins_refused += 1
             return PinAnswer(0, 0, refusal)
         hashes = request.block_hashes[:count]
+        keys = keys_of(request.root, hashes)
         pinned = PinnedPrefix(
             request.tenant,
             pin.name,
             request.root,
             request.token_ids[: count * self._size].copy(),
             hashes,
-            keys_of(request.root, hashes),
+            keys,
+            self._charged(keys),
             now_ns + pin.ttl_ms * _NS_PER_MS,
             request,
         )
-        num_promised = self._num_promised(pinned) * self._size
+        # A prompt's last token is computed in any case.
+        num_promised = min(self._num_promised(pinned), (request.num_prompt_tokens - 1) // self._size) * self._size
         if refusal := self._put(pinned):
             self._stats.num_pins_refused += 1
             return PinAnswer(0, num_promised, refusal)
@@ -139,34 +150,42 @@ class Pins:
         """Return why this engine cannot pin so many whole blocks, or ""."""
         if not self._batch.prefix_cache.is_enabled:
             return "this engine has no prefix cache (enable_prefix_caching)"
-        if self._batch.others or self._batch.kept_states is not None:
-            return "this model's layers do not share their KV blocks, or have recurrent states, which are not pinned"
-        return "" if num_blocks else f"it is shorter than a KV block of {self._size} tokens"
+        if not num_blocks:
+            return f"it is shorter than a KV block of {self._size} tokens"
+        return next((why for beside in self._beside if (why := beside.never_holds(num_blocks * self._size))), "")
+
+    def _charged(self, keys: list[int]) -> list[int]:
+        """Return the keys that a tenant is charged for."""
+        more = [key for beside in self._beside for key in beside.charge(keys)]
+        return keys + more if more else keys
 
     def _num_promised(self, new: PinnedPrefix) -> int:
         """Return how many first blocks of a new pin the pin that it replaces, or another without a name, has kept."""
         earlier = self._pins.get(new.identity)
-        most = 0 if earlier is None else min(num_common(new.keys, earlier.keys), earlier.num_kept)
+        most = 0 if earlier is None else earlier.num_promised(num_common(new.keys, earlier.keys))
         for count in range(len(new.keys), most, -1):
             found = self._pins.get((new.tenant, "", new.keys[count - 1]))
             if found is not None:
-                return max(most, found.num_kept)
+                return max(most, found.num_promised(count))
         return most
 
     def _put(self, pinned: PinnedPrefix) -> str:
         """Add a pin, which replaces the one with its identity. Return the bound that it would exceed, or ""."""
-        earlier, ledger = self._pins.get(pinned.identity), self.ledger
+        earlier = self._pins.get(pinned.identity)
         if earlier is not None:
-            ledger.remove(earlier.tenant, earlier.keys)
-        refusal = ledger.refusal(pinned.tenant, pinned.keys, self._size)
-        if refusal:
+            self._discharge(earlier)
+        bounds = (ledger.refusal(pinned.tenant, keys) for ledger, keys in self._charges(pinned))
+        if refusal := next(filter(None, bounds), ""):
             if earlier is not None:
-                ledger.add(earlier.tenant, earlier.keys)
+                self._charge(earlier)
             return refusal
-        ledger.add(pinned.tenant, pinned.keys)
+        self._charge(pinned)
+        for beside in self._beside:
+            beside.enter(pinned)
         self._hold(pinned)
         if earlier is not None:
-            pinned.num_kept = max(pinned.num_kept, min(num_common(pinned.keys, earlier.keys), earlier.num_kept))
+            common = num_common(pinned.keys, earlier.keys)
+            pinned.keep_promise(earlier.num_promised(common), [end for end in earlier.kept_ends if end <= common])
             self._let_go(earlier)
             self._drop(earlier)
         self._pins[pinned.identity] = pinned
@@ -177,32 +196,51 @@ class Pins:
 
     # --- the blocks -----------------------------------------------------------------------------------------------
 
+    def _charges(self, pinned: PinnedPrefix) -> list[tuple[PinLedger, list[int]]]:
+        """Return what the tenant is charged for a pin, in each ledger."""
+        return [(self.ledger, pinned.charged), *(one for beside in self._beside for one in beside.charges(pinned))]
+
+    def _charge(self, pinned: PinnedPrefix) -> None:
+        """Charge a tenant for a pin."""
+        for ledger, keys in self._charges(pinned):
+            ledger.add(pinned.tenant, keys)
+
+    def _discharge(self, pinned: PinnedPrefix) -> None:
+        """Stop charging a tenant for a pin."""
+        for ledger, keys in self._charges(pinned):
+            ledger.remove(pinned.tenant, keys)
+
     def _hold(self, pinned: PinnedPrefix, *, only_held: bool = False) -> None:
         """Hold those of a pin's next blocks that are there. only_held: no block may leave the free lists."""
         names, count, size = self._pool.names, len(pinned.blocks), self._size
         content = int(names.content[pinned.blocks[-1]]) if count else pinned.root
         found, _ = names.find(content, pinned.token_ids[count * size :].reshape(-1, size), pinned.hashes[count:])
         if only_held and len(found):
-            held = self._pool.ref_count[found] > 0
+            held = self._pool.ref_count[found // self._pool.page_blocks] > 0
             found = found if held.all() else found[: int(held.argmin())]
-        if len(found):
-            self._pool.hold(found)
-            self._references[found] += 1
+        if len(found) and self.blocks.take(pinned.tenant, found):
             pinned.blocks = np.concatenate([pinned.blocks, found])
-            pinned.num_kept = max(pinned.num_kept, len(pinned.blocks))
+        if self._beside:
+            first, *others = (beside.hold(pinned, only_held=only_held) for beside in self._beside)
+            pinned.ends = [end for end in first if all(end in other for other in others)]
+        pinned.keep_promise(self._num_usable(pinned), pinned.ends)
+
+    def _num_usable(self, pinned: PinnedPrefix) -> int:
+        """Return with how many of the blocks that a pin holds a request can start now."""
+        return max(pinned.ends, default=0) if self._beside else len(pinned.blocks)
 
     def _drop(self, pinned: PinnedPrefix, count: int = 0) -> None:
         """Give up a pin's blocks, all but the first `count`."""
-        in_flight = self._batch.in_flight
+        for beside in self._beside:
+            beside.drop(pinned, count)
+        pinned.ends = [end for end in pinned.ends if end <= count and end in pinned.states]
         dropped, pinned.blocks = pinned.blocks[count:], pinned.blocks[:count]
-        if len(dropped):
-            self._references[dropped] -= 1
-            self._pool.free(dropped[::-1], in_flight[-1][0] if in_flight else None)
+        self.blocks.give(pinned.tenant, dropped)
 
     def _end(self, pinned: PinnedPrefix, *, is_over: bool) -> None:
         """Remove a pin. is_over: its time has come; otherwise the store beyond the host need not keep its blocks."""
         del self._pins[pinned.identity]
-        self.ledger.remove(pinned.tenant, pinned.keys)
+        self._discharge(pinned)
         if not is_over:
             self._let_go(pinned)
         self._drop(pinned)
@@ -211,13 +249,15 @@ class Pins:
         """Tell the store beyond the host that it need not keep those blocks of a removed pin that no other pin has."""
         if self._exchange is not None:
             shared = num_common(pinned.keys, [key for key in pinned.keys if key in self.ledger.counts])
-            self._retain(self._exchange, pinned.blocks[shared:], 0)
+            self._retain(self._exchange, pinned, shared, 0)
 
-    def _retain(self, exchange: BlockExchange, blocks: Int32s, ends_ns: int) -> None:
-        """Tell the store beyond the host until when it should keep these blocks."""
-        if len(blocks):
+    def _retain(self, exchange: BlockExchange, pinned: PinnedPrefix, first: int, ends_ns: int) -> None:
+        """Tell the store beyond the host until when it should keep a pin's blocks, from this one on."""
+        if len(pinned.blocks) > first:
             ttl_ms = max(0, ends_ns - self._now_ns) // _NS_PER_MS
-            exchange.orders.append(Retain(self._pool.names.content[blocks], ttl_ms))
+            beside = [own.contents(pinned, first) for own in self._beside]
+            contents = self._pool.names.content[pinned.blocks[first:]]
+            exchange.orders.append(Retain(contents, ttl_ms, np.concatenate([NO_INTS, *beside])))
 
     def _end_overdue(self, now_ns: int) -> None:
         """Remove the pins whose time has come."""
@@ -233,7 +273,9 @@ class Pins:
         if not self._is_used:
             self._is_used = True
             self._cuts.append(self.cut)
+            self._beside = make_beside(self._batch, self.blocks, self._shares)
             self._batch.before_release.append(self.leave)
+            self._batch.before_passed.append(self.take)
             self._batch.keepers.append(self)
             self._pool.tiers.append(self)
         self._end_overdue(now_ns)
@@ -246,10 +288,14 @@ class Pins:
         live, self._live = self._live, []
         for pinned in live:
             request = pinned.request
-            if request is None or request.is_finished or self._pins.get(pinned.identity) is not pinned:
-                pinned.request = None
+            if self._pins.get(pinned.identity) is not pinned:
                 continue
-            if not pinned.is_whole:
+            if request is None or request.is_finished:
+                pinned.request = None
+                for beside in self._beside:
+                    beside.settle(pinned)
+                continue
+            if self._num_usable(pinned) < len(pinned.keys):
                 self._hold(pinned)
             self._live.append(pinned)
         if draft.budget and not draft.starts and not draft.counts.any() and not self._batch.in_flight:
@@ -269,16 +315,29 @@ class Pins:
             self._drop(first)
             first.request = None
 
+    def take(self, rows: Rows) -> None:
+        """Hold what these rows have computed, before they free the blocks that their window has passed."""
+        for pinned in self._computed_by(rows):
+            if self._num_usable(pinned) < len(pinned.keys):
+                self._hold(pinned)
+
     def leave(self, rows: Rows) -> None:
         """Hold what rows that are about to be released have computed, and have it kept beyond the host."""
-        for pinned in self._live:
-            request = pinned.request
-            if request is None or request.row == NO_ROW or not (rows == request.row).any():
-                continue
-            if self._pins.get(pinned.identity) is pinned:
-                self._hold(pinned, only_held=True)
-                if self._exchange is not None:
-                    self._retain(self._exchange, pinned.blocks, pinned.ends_ns)
+        for pinned in self._computed_by(rows):
+            self._hold(pinned, only_held=True)
+            if self._exchange is not None:
+                self._retain(self._exchange, pinned, 0, pinned.ends_ns)
+
+    def _computed_by(self, rows: Rows) -> list[PinnedPrefix]:
+        """Return the pins whose requests have one of these rows."""
+        return [
+            pinned
+            for pinned in self._live
+            if pinned.request is not None
+            and pinned.request.row != NO_ROW
+            and (rows == pinned.request.row).any()
+            and self._pins.get(pinned.identity) is pinned
+        ]
 
     # --- as a tier of the pool, and as a keeper of the batch ------------------------------------------------------
 
@@ -299,16 +358,13 @@ class Pins:
 
     def held(self) -> list[Int32s]:
         """Return the blocks of all pins."""
-        return [pinned.blocks for pinned in self._pins.values()]
+        pins = self._pins.values()
+        beside = [blocks for own in self._beside for pinned in pins for blocks in own.held(pinned)]
+        return [*(pinned.blocks for pinned in pins), *beside]
 
     def num_references(self, blocks: BlockIds) -> Ints:
         """Return how many pins hold each of these blocks [n]."""
-        counts: Ints = self._references[blocks]
-        return counts
-
-    def num_held_blocks(self) -> int:
-        """Return how many different blocks pins hold."""
-        return int(np.count_nonzero(self._references))
+        return self.blocks.num_references(blocks)
 
     # --- redaction ------------------------------------------------------------------------------------------------
 
@@ -323,15 +379,18 @@ class Pins:
         tokens: maps (new root, tokens) to the new tokens.
         """
         renamed = list(self._pins.values())
+        for pinned in renamed:
+            self._discharge(pinned)
         self._pins.clear()
-        self.ledger.clear()
+        self.blocks.rename({pinned.tenant: word(pinned.tenant) for pinned in renamed})
         for pinned in renamed:
             pinned.tenant, pinned.name, pinned.root = word(pinned.tenant), word(pinned.name), root(pinned.root)
             pinned.token_ids = tokens(pinned.root, pinned.token_ids)
             pinned.hashes = hash_blocks(pinned.token_ids.reshape(-1, self._size)).tolist()
             pinned.keys = keys_of(pinned.root, pinned.hashes)
+            pinned.charged = self._charged(pinned.keys)
             self._pins[pinned.identity] = pinned
-            self.ledger.add(pinned.tenant, pinned.keys)
+            self._charge(pinned)
 
 
 def _unknown(name: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from core.batch import kept_states
+from core.batch.kept_states import KeptStates
 from core.capture import writer as capture_writer
 from core.capture.file import CaptureFile
 from core.capture.redaction import redact
@@ -53,7 +55,7 @@ def config_of(**options: Any) -> ResolvedConfig:
 
 
 @pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("name", ["plain", "deep", "priority"])
+@pytest.mark.parametrize("name", ["plain", "deep", "priority", "pages"])
 def test_a_replay_from_each_checkpoint_has_the_pins(tmp_path: Path, name: str) -> None:
     path, out = tmp_path / "a.cap", tmp_path / "red.cap"
     capture(path, config_of(**VARIANTS[name]), seed=5, num_steps=80, make=make_pinned)
@@ -62,6 +64,25 @@ def test_a_replay_from_each_checkpoint_has_the_pins(tmp_path: Path, name: str) -
     assert decisions(out) == decisions(path)
     assert replay_from_each(out) == len(CaptureFile(path).checkpoints)
     assert b"canary" not in contents(out)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_replay_from_each_checkpoint_has_the_pins_of_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, out, config = tmp_path / "a.cap", tmp_path / "red.cap", config_of()
+    pin, pinned = KeptStates.pin, list[int]()
+    monkeypatch.setattr(kept_states, "LEAST_TOKENS", 4)
+    monkeypatch.setattr(KeptStates, "pin", lambda *arguments: pinned.append(arguments[1]) or pin(*arguments))
+    config = msgspec.structs.replace(config, kv_cache_memory_bytes=2 * (config.max_num_seqs + 24))
+
+    def with_states(executor: Any) -> None:
+        executor.info = msgspec.structs.replace(executor.info, state_bytes=1)
+
+    capture(path, config, seed=5, num_steps=80, make=make_pinned, prepare=with_states)
+    assert len(pinned) > 9
+    assert replay_from_each(path) >= 2
+    redact(CaptureFile(path), str(out))
+    assert decisions(out) == decisions(path)
+    assert replay_from_each(out) == len(CaptureFile(path).checkpoints)
 
 
 @pytest.mark.usefixtures("often")

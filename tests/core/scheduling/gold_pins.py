@@ -46,7 +46,7 @@ class GoldWithPins(Gold):
         if not self.c.enable_prefix_caching or not whole:
             return 0, 0, True
         pin = GoldPin(tenant, asked.name, entry.salt, entry.tokens[:whole], now + asked.ttl_ms * 10**6, size, entry)
-        promised = self.promised(pin) * size
+        promised = min(self.promised(pin), (entry.first - 1) // size) * size
         refused = self.put(pin)
         return (0 if refused else whole), promised, refused
 
@@ -125,6 +125,15 @@ class GoldWithPins(Gold):
         for pin in [pin for pin in self.pins.values() if pin.ends <= now]:
             del self.pins[pin.identity]
             self.drop(pin)
+
+    def slid(self, r: Entry) -> None:
+        """It gives back blocks that its window has passed."""
+        for pin in self.live:
+            if pin.entry is r and pin in self.pins.values() and not self.is_whole(pin):
+                self.take_blocks(pin)
+
+    def is_whole(self, pin: GoldPin) -> bool:
+        return len(pin.blocks) == len(pin.parts)
 
     def guess(self) -> None:
         self.expire(self.now)

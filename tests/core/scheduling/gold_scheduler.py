@@ -68,7 +68,10 @@ class Gold:
         for r in self.running + self.waiting:
             r.drafts = []
         for r in sorted(self.running, key=lambda r: (r.rank, r.serial)) if self.c.kv_window else []:
+            before = r.gone
             self.b.slide(r, self.c.kv_window or 0, len(self.in_flight))
+            if r.gone > before:
+                self.slid(r)
         self.b.lift(0)
         self.grow()
         self.admit()
@@ -96,6 +99,9 @@ class Gold:
 
     def about_to_leave(self, rows: list[Entry]) -> None:
         """These give back their blocks; GoldWithPins keeps some."""
+
+    def slid(self, r: Entry) -> None:
+        """It has given back blocks that its window has passed; GoldWithPins keeps some."""
 
     def forget(self) -> None:
         """The prefix cache is emptied."""

@@ -129,9 +129,13 @@ class EngineMachine(RuleBasedStateMachine):
                 prefix = [*prompt, *expected_tokens(earlier, self.max_model_len)]
             message = random_request(rng, self.num_choices, prefix, self.max_model_len)
             self.num_choices += message.params.n  # choice c is booked as request number + c
-            message = msgspec.structs.replace(message, priority=rng.randrange(3))
+            message = self.with_more(rng, msgspec.structs.replace(message, priority=rng.randrange(3)))
             self.added[client, message.number] = (message, -1)
             self.pending.append((client, message))
+
+    def with_more(self, rng: random.Random, message: AddRequest) -> AddRequest:
+        """Return the message, with pins in some classes."""
+        return message
 
     @precondition(lambda self: self.added)
     @rule(data=st.data(), kind=st.sampled_from(["abort", "abort", "abort", "leave", "reset"]))

@@ -23,7 +23,7 @@ TURNS = 50
 _MAX_MODEL_LEN = 11_264
 _ROOM = 264  # tokens of the context that are not the session's
 _TURN_TOKENS = 32
-_FOREIGN_SHARE = 1.25  # of the cache's tokens: the prompts of others between two turns
+_FOREIGN_SHARE = 1.25  # of the cache's blocks: the prompts of others between two turns
 _SPARE_BLOCKS = 64
 _BLOCK_SIZE = 16
 _TTL_MS = 24 * 3600 * 1000
@@ -35,7 +35,7 @@ def measure_pinned_session(options: dict[str, Any], *, rounds: int) -> Iterator[
     length = options.get("max_model_len") or _MAX_MODEL_LEN
     sizes: dict[str, Any] = {"block_size": _BLOCK_SIZE, "max_model_len": length, "max_num_seqs": 16}
     num_blocks = 2 * length // _BLOCK_SIZE + _SPARE_BLOCKS
-    foreign = math.ceil(_FOREIGN_SHARE * num_blocks * _BLOCK_SIZE * TURNS / FOREIGN_REQUESTS)
+    foreign = math.ceil(_FOREIGN_SHARE * num_blocks * TURNS / FOREIGN_REQUESTS) * _BLOCK_SIZE
     sizes |= {"num_blocks_override": num_blocks, "max_tenant_pinned_share": 0.5}
     for round_ in range(rounds):
         for case in ("pinned", "unpinned"):

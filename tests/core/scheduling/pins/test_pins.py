@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from core.kv.orders import Retain
 from ipc.wire.messages import Abort, AddRequest, CallDone, CallFailed, ErrorCode, ResetPrefixCache
@@ -245,4 +244,4 @@ def test_pins_change_no_token() -> None:
             assert driver.inbox.received[0, message.number].tokens == expected_tokens(message, 156)
         driver.step([(0, GetPins(1))], 10**12)
         assert driver.scheduler.pool.num_free == driver.scheduler.pool.num_blocks - 1
-        assert not np.count_nonzero(driver.scheduler.pins._references)
+        assert not len(driver.scheduler.pins.blocks)
