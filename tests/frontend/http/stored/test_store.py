@@ -14,6 +14,7 @@ import pytest
 from frontend.http.errors import HttpError
 from frontend.http.stored.conversations import Conversation, ConversationStore
 from frontend.http.stored.database import MIN_STORE_BYTES, ROW_BYTES, Database
+from frontend.http.stored.files import NEVER, PROCESSED, File, FileInfo, FileStore
 from frontend.http.stored.store import Content, Record, ResponseStore
 from ipc.errors import ConfigError
 
@@ -24,6 +25,13 @@ def record(name: str, previous: str | None = None, *, size: int = 1, age_days: f
     response = msgspec.json.encode({"output": [{"text": name * size}]})
     content = Content(msgspec.json.encode([{"input": name}]), response)
     return Record(name, "t", int(time.time() - age_days * 86_400), "completed", content, previous)
+
+
+async def put_file(files: FileStore, name: str, *parts: bytes) -> None:
+    size = sum(map(len, parts))
+    await files.put(File(name, "t", int(time.time()), NEVER, PROCESSED, FileInfo(name, "batch", size)), _ALL)
+    for number, part in enumerate(parts):
+        await files.add_part(name, "t", number, part, _ALL)
 
 
 def using(path: Path, use: Callable[[ResponseStore], Coroutine[Any, Any, Any]], *, max_days: float = 0) -> Any:
@@ -255,3 +263,67 @@ def test_a_cut_file_gives_errors(tmp_path: Path) -> None:
         using(path, use)
     except ConfigError as error:
         assert "cannot be used" in str(error)  # noqa: PT017 - so no server begins with it
+
+
+def test_conversations_and_files_of_a_full_store_keep_what_they_have(tmp_path: Path) -> None:
+    async def use(database: Database) -> None:
+        talks, files, item = ConversationStore(database), FileStore(database), {"type": "message", "text": "x" * 20_000}
+        await talks.put(Conversation("c", "t", int(time.time()), {}), [{"id": "i", **item}], _ALL)
+        await put_file(files, "f", b"y" * 20_000)
+        added = list[str]()
+
+        async def fill() -> None:
+            for number in range(100):
+                await put_file(files, f"f{number}", b"z" * 20_000)
+                added.append(f"f{number}")
+
+        await fails(fill(), 507, "is full")
+        items = [{"id": f"i{number}", **item} for number in range(20)]
+        await fails(talks.add("c", "t", items, _ALL), 507, "is full")
+        assert (await talks.history("c", "t", _LIMIT))[0] == [{"id": "i", **item}]  # all items or none
+        assert len(added) > 10
+        for name in ["f", *added]:
+            assert [len(part) for _, part in await files.parts(name, -1)] == [20_000]
+        assert await files.parts(f"f{len(added)}", -1) == []
+
+    with contextlib.closing(Database(str(tmp_path / "s"), MIN_STORE_BYTES, 0)) as database:
+        asyncio.run(use(database))
+
+
+def test_a_damaged_file_gives_errors_and_no_other_conversation_or_file(tmp_path: Path) -> None:
+    path, item = tmp_path / "s", {"type": "message", "text": "x" * 3000}
+    stored = {f"c{number}": [{"id": f"i{number}-{place}", **item} for place in range(4)] for number in range(12)}
+
+    async def fill(database: Database) -> None:
+        talks, files = ConversationStore(database), FileStore(database)
+        for name, items in stored.items():
+            await talks.put(Conversation(name, "t", int(time.time()), {}), items, _ALL)
+            await put_file(files, name, name.encode() * 1500, name.encode() * 700)
+
+    async def use(database: Database) -> int:
+        talks, files, num_errors = ConversationStore(database), FileStore(database), 0
+        for name, items in stored.items():
+            try:
+                assert (await talks.history(name, "t", _LIMIT))[0] == items
+            except HttpError as error:
+                num_errors += error.status in (404, 500)
+            try:
+                await files.get(name, "t")
+                parts = [part for _, part in await files.parts(name, -1)]
+                assert parts == [name.encode() * 1500, name.encode() * 700]
+            except HttpError as error:
+                num_errors += error.status in (404, 500)
+        return num_errors
+
+    with contextlib.closing(Database(str(path), MIN_STORE_BYTES, 0)) as database:
+        asyncio.run(fill(database))
+    data, num_errors, num_refused = path.read_bytes(), 0, 0
+    for page in range(2, len(data) // 4096, 5):
+        path.write_bytes(data[: 4096 * page] + bytes(4096) + data[4096 * (page + 1) :])
+        try:
+            with contextlib.closing(Database(str(path), MIN_STORE_BYTES, 0)) as database:
+                num_errors += asyncio.run(use(database))
+        except ConfigError as error:
+            assert "cannot be used" in str(error)  # noqa: PT017 - so no server begins with it
+            num_refused += 1
+    assert num_errors > 9
