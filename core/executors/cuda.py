@@ -1,5 +1,6 @@
-"""The CUDA executor: runs one model on one GPU from the engine process. Results are read after the launch."""
+"""The CUDA executor: runs one model, or a rank's part of it, on one GPU. Results are read after the launch."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,7 @@ from core.grammars.grammars import model_grammars
 from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
+from core.models.parts.rank import Rank
 from core.models.step import ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.decode_graphs import padded_rows
@@ -29,6 +31,7 @@ from core.runner.drafter import Drafter
 from core.runner.hosted_model import HostedModel
 from core.runner.model_drafter import ModelDrafter
 from core.runner.state_rows import RowStates
+from core.runner.step_durations import Clock
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -48,8 +51,11 @@ from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 class CudaExecutor:
     """An Executor on a GPU."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rank: Rank | None = None, clock: Clock = time.perf_counter_ns) -> None:
         """Load the config's model.
+
+        rank: of this process in a group whose processes compute the model together; None = there is no group. clock: of
+        measurements; the ranks of a group have one in common, so that they run the same trial steps.
 
         Errors: ModelFileError, UnsupportedModelError, OutOfMemoryError; ConfigError if there is no device or the model
         is not an in-tree one.
@@ -57,7 +63,8 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU, because bfloat16 is slow in Triton's interpreter.
-        loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32)
+        loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32, rank)
+        self._clock = clock
         model = loaded.model
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
@@ -134,7 +141,7 @@ class CudaExecutor:
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
-        return self.runner.measure_costs()
+        return self.runner.measure_costs(self._clock)
 
     def measure_steps(self) -> StepCosts:
         """Return the measured durations of steps, and the additional cost of drafts.
@@ -142,7 +149,7 @@ class CudaExecutor:
         If steps overlap, a step takes as long as the longer of the host's and the device's work. A step whose rows all
         have drafts takes the sum of both, because nothing overlaps with it.
         """
-        durations, draft_ns = self.runner.measure_steps(), self.runner.measure_drafts()
+        durations, draft_ns = self.runner.measure_steps(self._clock), self.runner.measure_drafts(self._clock)
         loop = self.runner.measure_loop() if self._overlaps else None
         if loop is None:
             return StepCosts(durations, draft_ns)

@@ -79,7 +79,7 @@ def load_model(
         model_config, projector = read_model_config(path, config.mmproj), projector_of(path, config.mmproj)
         _check_fit(path, config, rank, stage, model_config)
         if config.device == "cuda":
-            return _load_for_gpu(path, dtype, config, model_config)
+            return _load_for_gpu(path, dtype, config, model_config, rank)
         library = start_cpu_kernels(config)
         _check_encoder(path, config, library, model_config)
         if library is None or config.numerics == "L0":
@@ -162,14 +162,16 @@ def why_not_updated(base: LoadedModel, config: EngineConfig) -> str:
     return "it has a vision encoder" if base.vision is not None else ""
 
 
-def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig) -> LoadedModel:
+def _load_for_gpu(
+    path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig, rank: Rank | None
+) -> LoadedModel:
     """Load a model of our own for a GPU. Errors: those of load_model()."""
     form = _GPU_FORMS[config.quantization]
     weights = open_weights(config.load_format, path, model_config, dtype)
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
-    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form, config.numerics)
+    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form, config.numerics, rank)
     pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
     return LoadedModel(model, weights.fingerprint, weights.label, pooler)
 

@@ -34,8 +34,10 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     if num_ranks == num_stages == 1:
         return
     option = part_option(num_ranks)
-    if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
-        raise ConfigError(f"{option}{NO_PARTS}: leave out device, numerics and cpu_kernels, or {option}")
+    if config.device == "cuda":
+        _check_devices(path, config, model, num_stages)
+    elif config.numerics == "L0" or config.cpu_kernels == "torch":
+        raise ConfigError(f"{option}{NO_PARTS}: leave out numerics and cpu_kernels, or {option}")
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
@@ -60,6 +62,20 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
             f"tensor_parallel_size={num_ranks} is more than the {most} {what} of the recurrent layers of {path}: use "
             f"at most {most}"
         )
+
+
+def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, num_stages: int) -> None:
+    """Check that GPUs can compute the model together. Errors: ConfigError."""
+    settings = config.speculative_config
+    refusals = {
+        "numerics='L0'": config.numerics == "L0",
+        "pipeline_parallel_size > 1": num_stages > 1,
+        "nnodes > 1": config.nnodes > 1,
+        "a model that makes drafts (speculative_config)": settings is not None and settings.runs_model,
+        f"the recurrent layers of {path}": model is not None and model.recurrent is not None,
+    }
+    if refused := next((name for name, is_wanted in refusals.items() if is_wanted), None):
+        raise ConfigError(f"device='cuda' with several workers does not support {refused}: leave one of the two out")
 
 
 def part_option(num_ranks: int) -> str:

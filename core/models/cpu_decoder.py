@@ -22,7 +22,7 @@ from kernels.cpu.decoder_parts import AttentionParts, BesideParts, DenseParts, L
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.group import DecoderGroup, RecurrencePlaces
+from kernels.cpu.group import DecoderGroup, RecurrencePlaces, SeparateMemory, SharedMemory
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.recurrence import CpuRecurrence
@@ -77,6 +77,7 @@ def _axes(config: ModelConfig) -> Ints | None:
 def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
     """Return where the rank's columns are in the results of the group."""
     shard = rank.shard
+    assert isinstance(rank.memory, SharedMemory | SeparateMemory), type(rank.memory)
     every = [shard._replace(rank=one) for one in range(shard.size)]
 
     def columns(width: int) -> Ints:

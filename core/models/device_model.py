@@ -10,8 +10,11 @@ from core.models.llama import Llama
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.triton_operations import TritonOperations
 from core.models.operations.weight_form import WeightForm
-from ipc.errors import OutOfMemoryError, UnsupportedModelError
+from core.models.parts.gathered import GatheredParts
+from core.models.parts.rank import Rank
+from ipc.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 from ipc.options.model_options import Numerics
+from kernels.cpu.group import SeparateMemory, SharedMemory
 from kernels.elements import Dtype
 from kernels.torch.tensors import DTYPES
 from kernels.triton.self_test import products_are_ordered
@@ -28,24 +31,40 @@ def device_model(
     device: torch.device,
     form: WeightForm = WeightForm.DENSE,
     numerics: Numerics = "L2",
+    rank: Rank | None = None,
 ) -> Llama:
     """Build the model on the device, with its matrices in this form.
 
-    A device whose products fail the self-test of numerics level L2 gets L0, which is said.
+    A device whose products fail the self-test of numerics level L2 gets L0, which is said. rank: its place in a group
+    of devices that computes the model together; None = there is no group.
 
     Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
-    tensors; OutOfMemoryError.
+    tensors; OutOfMemoryError; ConfigError for a rank at L0.
     """
     if missing := missing_on_device(config):
         raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {missing}; use device='cpu'")
     is_exact = numerics == "L2" and products_are_ordered(device, DTYPES[dtype])
     if numerics == "L2" and not is_exact:
         log.say("engine-core: numerics level L0: this device's products depend on the shape of their tiles")
+    if rank is not None and not is_exact:
+        raise ConfigError("tensor_parallel_size > 1 needs numerics level L2, which this device lacks: leave it out")
     try:
-        operations = TritonOperations(config, dtype, device, form, is_exact=is_exact)
-        return Llama(config, weights, dtype, numerics, operations=operations)
+        own = config if rank is None else rank.shard.config(config)
+        operations = TritonOperations(own, dtype, device, form, is_exact=is_exact)
+        model = Llama(config, weights, dtype, numerics, operations=operations, rank=rank)
+        return model if rank is None else _gathered(model, config, rank)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(f"the model's weights do not fit the GPU{_SMALLER.get(form, '')}: {error}") from error
+
+
+def _gathered(model: Llama, config: ModelConfig, rank: Rank) -> Llama:
+    """Return the rank's part of a model, with the results of all ranks. config: of the whole model."""
+    assert not isinstance(rank.memory, SharedMemory | SeparateMemory), type(rank.memory)
+    assert model.head is not None, "a decoder has a head"
+    parts = GatheredParts(config, rank.shard, rank.memory)
+    model.layers = [parts.layer(layer) for layer in model.layers]
+    model.embedding, model.head = parts.embedding(model.embedding), parts.head(model.head)
+    return model
 
 
 def missing_on_device(config: ModelConfig) -> str | None:

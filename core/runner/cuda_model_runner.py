@@ -202,8 +202,8 @@ class CudaModelRunner(ModelRunner):
             self._wait()
 
     @torch.inference_mode()
-    def measure_costs(self) -> Costs:
-        """Return the measured costs of restoring a preempted request.
+    def measure_costs(self, used: Clock = time.perf_counter_ns) -> Costs:
+        """Return the measured costs of restoring a preempted request, by the clock `used`.
 
         Call this before the first step, because it writes into free blocks.
         """
@@ -226,7 +226,7 @@ class CudaModelRunner(ModelRunner):
             self._wait()
 
         # One size only: a device is fast, and each size may compile a kernel.
-        return measure_costs(compute, (count, count), self.cache, self.swap_cache, self._wait)
+        return measure_costs(compute, (count, count), self.cache, self.swap_cache, self._wait, used)
 
     @torch.inference_mode()
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
@@ -237,7 +237,7 @@ class CudaModelRunner(ModelRunner):
         self._tables.blocks[0] = torch.arange(self._tables.blocks.shape[1], device=self._device) + self._first_block
         for size in trial_sizes(self._most_tokens):
             self._run_trial(size)
-        return measure_steps(self._run_trial, self._most_tokens, used)
+        return measure_steps(self._run_trial, self._most_tokens, used, used)
 
     @torch.inference_mode()
     def measure_overlapping(self, apart: tuple[int, ...], used: Clock = time.perf_counter_ns) -> tuple[int, ...]:

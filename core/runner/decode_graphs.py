@@ -146,7 +146,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph(), which waits for the device and returns all unused memory to it, each time.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            # Another thread, such as NCCL's, may ask for events at the same time.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             decode()
             graph.capture_end()
         return graph

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from core.execution.executor import Costs
+from core.runner.step_durations import Clock
 from ipc.tables.arrays import Int32s
 from kernels.memory.kv_cache import KVCache
 
@@ -25,13 +26,15 @@ def measure_costs(
     cache: KVCache,
     swap_cache: KVCache | None,
     wait: Callable[[], None] = lambda: None,
+    clock: Clock = time.perf_counter_ns,
 ) -> Costs:
     """Return the median costs of recomputing a token and of copying a block, in nanoseconds.
 
     compute: runs the model on so many tokens. sizes: the fewest and the most tokens to time. wait: returns when the
-    device has finished its copies. The blocks of both caches must be free, because they are overwritten.
+    device has finished its copies. clock: ranks of a group have one in common, so that they measure equally often. The
+    blocks of both caches must be free, because they are overwritten.
     """
-    token_ns = max(1, _token_ns(compute, *sizes))
+    token_ns = max(1, _token_ns(compute, *sizes, clock))
     if swap_cache is None:
         return Costs(token_ns, _NO_ROOM_NS)
     count = min(_NUM_BLOCKS, cache.num_blocks - 1, swap_cache.num_blocks)
@@ -41,34 +44,34 @@ def measure_costs(
         source.copy_blocks(sources, target, targets)
         wait()
 
-    out_ns = _median_ns(lambda: copy(cache, blocks, swap_cache, slots))
-    back_ns = _median_ns(lambda: copy(swap_cache, slots, cache, blocks))
+    out_ns = _median_ns(lambda: copy(cache, blocks, swap_cache, slots), clock)
+    back_ns = _median_ns(lambda: copy(swap_cache, slots, cache, blocks), clock)
     return Costs(token_ns, max(1, (out_ns + back_ns) // (2 * count)))
 
 
-def _token_ns(compute: Callable[[int], None], fewest: int, most: int) -> int:
+def _token_ns(compute: Callable[[int], None], fewest: int, most: int, clock: Clock) -> int:
     """Time the largest prompt that takes at most _PATIENCE_NS: fewest tokens at least, though they take longer."""
     compute(fewest)  # warm-up: touches memory for the first time
-    fewest_ns = _duration_ns(lambda: compute(fewest))
+    fewest_ns = _duration_ns(lambda: compute(fewest), clock)
     count = min(most, fewest * _PATIENCE_NS // max(1, fewest_ns))
     if count <= fewest < most:
         return fewest_ns // fewest
-    return _samples_median_ns(lambda: compute(count)) // count
+    return _samples_median_ns(lambda: compute(count), clock) // count
 
 
-def _median_ns(work: Callable[[], None]) -> int:
+def _median_ns(work: Callable[[], None], clock: Clock) -> int:
     work()  # warm-up
-    return _samples_median_ns(work)
+    return _samples_median_ns(work, clock)
 
 
-def _samples_median_ns(work: Callable[[], None]) -> int:
+def _samples_median_ns(work: Callable[[], None], clock: Clock) -> int:
     samples: list[int] = []
     while len(samples) < _NUM_SAMPLES and sum(samples) < _PATIENCE_NS:
-        samples.append(_duration_ns(work))
+        samples.append(_duration_ns(work, clock))
     return int(statistics.median(samples))
 
 
-def _duration_ns(work: Callable[[], None]) -> int:
-    begin = time.perf_counter_ns()
+def _duration_ns(work: Callable[[], None], clock: Clock) -> int:
+    begin = clock()
     work()
-    return time.perf_counter_ns() - begin
+    return clock() - begin

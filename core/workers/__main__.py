@@ -213,7 +213,11 @@ class Worker:
         here = self._place.neighbours
         num_threads = bind(here.index(self._place.number), len(here))
         config = msgspec.structs.replace(config, threads=config.threads or num_threads)
-        # Imported here because only parts of a model need it, and it takes time.
+        # Imported here because only parts of a model need them, and they take time.
+        if config.device == "cuda":
+            from core.workers.device_part import DevicePartExecutor
+
+            return DevicePartExecutor(config, self._place, wires)
         from core.workers.part_executor import PartExecutor
 
         executor = PartExecutor(config, self._place, wires)

@@ -89,11 +89,14 @@ class WorkersExecutor:
     # --- the engine thread ---
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks that fit in memory_bytes of each machine. Each worker holds a part of a block."""
+        """Return the number of blocks that fit in memory_bytes of each machine, or of each worker's GPU.
+
+        Each worker holds a part of a block.
+        """
         answers = self._serving.ask(CountBlocks(memory_bytes, block_size), Number)
         counts = [max(1, answer.value or 0) for answer in answers]
-        if len(counts) == 1:
-            return counts[0]
+        if len(counts) == 1 or self._config.device == "cuda":
+            return min(counts)
         machines = {place.node: place.neighbours for place in self._places}
         return min(int(1 / sum(1 / counts[number] for number in numbers)) for numbers in machines.values())
 

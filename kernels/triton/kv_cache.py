@@ -65,7 +65,7 @@ class TritonKVCache(KVCache):
             return
         mine, theirs = self.layers[0].device, target.layers[0].device
         if mine == theirs:
-            on_device = [torch.from_numpy(np.ascontiguousarray(ids)).to(mine) for ids in (sources, targets)]
+            on_device = [torch.tensor(ids, dtype=torch.int32, device=mine) for ids in (sources, targets)]
             for source, destination in zip(self.layers, target.layers, strict=True):
                 copy_blocks(source, on_device[0], destination, on_device[1])
             return

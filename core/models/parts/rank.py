@@ -1,13 +1,25 @@
 """Rank: a process's place in a group of processes that computes one model together."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
+from core.models.operations.tensor import Tensor
 from core.models.parts.shard import Shard
 from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
+class GathersParts(Protocol):
+    """What the operations of a rank with its own device exchange with other ranks (kernels/torch/group.py)."""
+
+    def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Return the columns of all ranks [T, sum(widths)]. part [T, own width]: this rank's."""
+
+    def join_rows(self, rows: Tensor) -> Tensor:
+        """Return rows [T, d] float32 of which each is one rank's, and zeros at the others."""
+
+
 class Rank(NamedTuple):
-    """A shard, and the buffers through which the ranks exchange results."""
+    """A shard, and the buffers through which the ranks exchange results; with devices, what gathers them."""
 
     shard: Shard
-    memory: SharedMemory | SeparateMemory
+    memory: SharedMemory | SeparateMemory | GathersParts

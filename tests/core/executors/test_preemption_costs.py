@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from core.runner import preemption_costs
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import measure_costs
 from kernels.elements import FLOAT32
@@ -15,12 +14,12 @@ MS = 1_000_000  # ns
 
 
 class Clock:
-    """time, as the measurement sees it: it passes only in the work that is measured."""
+    """The measurement's clock: time passes only in the work that is measured."""
 
     def __init__(self) -> None:
         self.now_ns = 0
 
-    def perf_counter_ns(self) -> int:
+    def __call__(self) -> int:
         return self.now_ns
 
 
@@ -38,10 +37,8 @@ class TimedCache(KVCache):
 
 
 @pytest.fixture(name="clock")
-def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(preemption_costs, "time", clock)
-    return clock
+def fake_clock() -> Clock:
+    return Clock()
 
 
 def cache(num_blocks: int, clock: Clock, copy_ns: int) -> TimedCache:
@@ -74,7 +71,7 @@ def test_without_room_on_the_host_swapping_is_never_the_cheaper_way(clock: Clock
     def compute(_: int) -> None:
         clock.now_ns += 100 * MS
 
-    costs = measure_costs(compute, (16, 128), cache(40, clock, 0), None)
+    costs = measure_costs(compute, (16, 128), cache(40, clock, 0), None, clock=clock)
     assert costs.swap_ns_per_block > 128 * costs.recompute_ns_per_token  # of the largest block
 
 
@@ -84,7 +81,7 @@ def test_each_cost_is_the_median_of_its_own_work(clock: Clock) -> None:
     def compute(_: int) -> None:
         clock.now_ns += next(durations) * MS
 
-    costs = measure_costs(compute, (10, 10), cache(40, clock, 6 * MS), cache(20, clock, 2 * MS))
+    costs = measure_costs(compute, (10, 10), cache(40, clock, 6 * MS), cache(20, clock, 2 * MS), clock=clock)
     assert costs.recompute_ns_per_token == 25 * MS // 10
     assert costs.swap_ns_per_block == (6 + 2) * MS // 2 // 20  # both ways together, of the 20 blocks that fit
 
@@ -98,7 +95,7 @@ def test_a_slower_machine_times_a_shorter_prompt(clock: Clock, token_ms: int, lo
         clock.now_ns += num_tokens * token_ms * MS
 
     slow, host = cache(40, clock, 500 * MS), cache(40, clock, 1)
-    assert measure_costs(compute, (16, 128), slow, host).recompute_ns_per_token == token_ms * MS
+    assert measure_costs(compute, (16, 128), slow, host, clock=clock).recompute_ns_per_token == token_ms * MS
     assert calls[:2] == [16, 16]
     assert max(calls) == longest
     assert len(calls) == (2 if longest == 16 else 3 if longest < 128 else 4)

@@ -27,7 +27,7 @@ class Recording:
     def __init__(self) -> None:
         self.run: Callable[[], None] | None = None
 
-    def capture_begin(self, pool: object) -> None:
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
         Recording.current = self
 
     def capture_end(self) -> None:

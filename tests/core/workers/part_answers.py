@@ -84,9 +84,9 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def requests() -> list[AddRequest]:
+def requests(count: int = 6, max_tokens: int = 30) -> list[AddRequest]:
     rng, found = np.random.default_rng(5), []
-    for number in range(6):
+    for number in range(count):
         options: dict[str, Any] = {"temperature": 0.9, "top_k": 50} if number % 2 else {"temperature": 0.0}
         if number == 2:
             options |= {"logprobs": 3, "prompt_logprobs": 2}
@@ -95,7 +95,7 @@ def requests() -> list[AddRequest]:
         if number == 4:
             options |= {"logit_bias": {7: 3.0}}
         prompt = np.tile(rng.integers(3, 400, 11), 5)[: 20 + 6 * number]  # with repetitions, for drafts
-        params = SamplingParams(max_tokens=30, ignore_eos=True, **options)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **options)
         found.append(AddRequest(number, prompt.astype("<i4").tobytes(), params, seed=number))
     return found
 
@@ -104,10 +104,11 @@ def answers(
     config: EngineConfig,
     disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None,
     least_accepted: int = 0,
+    sent: list[AddRequest] | None = None,
 ) -> list[Any]:
     """Return all that comes for the requests, by request: tokens, log probabilities, ends.
 
-    least_accepted: so many drafts are right, at least.
+    least_accepted: so many drafts are right, at least. sent: None = all of requests().
     """
     executor = load_executor(config)
     news: list[tuple[int, EngineInput]] = []
@@ -120,10 +121,10 @@ def answers(
         resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
         executor.warm_up()
         engine = EngineCore(resolved, executor)
-        inbox: list[tuple[int, EngineInput]] = [(0, message) for message in requests()]
+        inbox: list[tuple[int, EngineInput]] = [(0, message) for message in sent or requests()]
         tokens: dict[tuple[int, int], list[int]] = {}
         values: dict[tuple[int, int], bytes] = {}
-        num_steps, end = 0, time.monotonic() + 60
+        num_steps, end = 0, time.monotonic() + 120
         while inbox or engine.has_unfinished:
             assert time.monotonic() < end, "the requests do not end"
             inbox, taken = [*inbox, *news], len(news)

@@ -112,7 +112,7 @@ def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPa
     try:
         with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
             PartExecutor(config_of(folder, 1), Place(0, 5), Wires(memory))
-        with pytest.raises(ConfigError, match="at numerics level L2: leave out device, numerics and cpu_kernels"):
+        with pytest.raises(ConfigError, match="at numerics level L2: leave out numerics and cpu_kernels"):
             PartExecutor(config_of(folder, 1, numerics="L0"), Place(0, 2), Wires(memory))
     finally:
         os.close(memory)

@@ -1,0 +1,81 @@
+"""The products of a rank with its own device, whose columns are gathered from all ranks (tensor_parallel_size).
+
+Attention's heads, the columns of gate and up, and those of results belong to one rank each. A number is summed by one
+rank, so it has the same bits as in one process.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from core.models.config import ModelConfig
+from core.models.layers.layer import Layer
+from core.models.layers.mlp import DenseMlp
+from core.models.operations.operations import Product
+from core.models.operations.tensor import Operation, Tensor
+from core.models.parts.ranges import Range
+from core.models.parts.rank import GathersParts
+from core.models.parts.shard import Shard
+
+
+@dataclass(frozen=True)
+class _GatheredProduct:
+    """A product whose input and result are columns of all ranks. Each rank computes some of the result's."""
+
+    product: Product
+    group: GathersParts
+    taken: Sequence[int]  # widths of the ranks' columns of its input, which are gathered first; none: it has them all
+    given: Sequence[int]  # of its result
+
+    @property
+    def variant(self) -> str:
+        return self.product.variant
+
+    def __call__(self, x: Tensor) -> Tensor:
+        whole = self.group.gather(x, self.taken) if self.taken else x
+        return self.group.gather(self.product(whole), self.given)
+
+
+@dataclass(frozen=True)
+class _GatheredEmbedding:
+    """An embedding of which this rank has the rows of some tokens."""
+
+    embedding: Operation
+    group: GathersParts
+    own: Range  # tokens
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        rows = self.embedding((ids - self.own.first).clamp(0, self.own.length - 1))
+        elsewhere = (ids < self.own.first) | (ids >= self.own.last)
+        return self.group.join_rows(rows.masked_fill_(elsewhere[:, None], 0.0))
+
+
+class GatheredParts:
+    """Puts the parts of a rank's model together with those of the other ranks."""
+
+    def __init__(self, config: ModelConfig, shard: Shard, group: GathersParts) -> None:
+        """config: of the whole model."""
+        every = [shard._replace(rank=rank) for rank in range(shard.size)]
+
+        def widths(width: int) -> list[int]:
+            return [one.columns(width).length for one in every]
+
+        self._group, self._own_words = group, shard.columns(config.vocab_size)
+        self._attended = [one.heads(config)[0].length * config.head_dim for one in every]
+        self._hidden, self._words = widths(config.hidden_size), widths(config.vocab_size)
+        self._gated = widths(config.intermediate_size)
+
+    def layer(self, layer: Layer) -> Layer:
+        """Return the layer with whole results."""
+        mixer, mlp = layer.mixer, layer.mlp
+        mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, self._attended, self._hidden))
+        if isinstance(mlp, DenseMlp):
+            mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, self._gated, self._hidden))
+        return replace(layer, mixer=mixer, mlp=mlp)
+
+    def embedding(self, embedding: Operation) -> Operation:
+        """Return the embedding of all tokens."""
+        return _GatheredEmbedding(embedding, self._group, self._own_words)
+
+    def head(self, head: Product) -> Product:
+        """Return the head with the logits of all tokens."""
+        return _GatheredProduct(head, self._group, (), self._words)

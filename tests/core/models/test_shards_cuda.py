@@ -1,0 +1,170 @@
+"""Models computed by several GPUs: every bit is that of one, whatever their number. Ranks are threads here, which take
+turns: the interpreter, or the one device, is theirs in common."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from core.models.config import ModelConfig
+from core.models.device_model import device_model
+from core.models.llama import Llama
+from core.models.parts.rank import Rank
+from core.models.parts.shard import Shard
+from ipc.errors import ConfigError
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.torch.group import DeviceGroup
+from tests.core.executors.test_cuda_architectures import VOCAB, OnDevice, logits, shape_config
+from tests.core.models.test_llama import random_weights
+from tests.triton_device import ANYWHERE, DEVICE
+
+pytestmark = ANYWHERE
+
+
+class Turns:
+    """Where the threads of a group meet. One of them runs at a time, until all have something to exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._turn, self._barrier = size, threading.Lock(), threading.Barrier(size, timeout=60)
+        self._given: list[torch.Tensor] = [torch.empty(0)] * size
+        self.num_exchanges = 0
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        with self._turn:
+            try:
+                yield
+            except BaseException:
+                self._barrier.abort()
+                raise
+
+    def exchange(self, rank: int, own: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = own.clone()
+        self.num_exchanges += rank == 0
+        self._turn.release()
+        try:
+            self._barrier.wait()
+            every = list(self._given)
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+        return every
+
+
+class ThreadGroup(DeviceGroup):
+    """The exchanges of a rank that is a thread."""
+
+    def __init__(self, rank: int, turns: Turns) -> None:
+        super().__init__(turns.size, DEVICE)
+        self._rank, self._turns = rank, turns
+
+    def _gather_bytes(self, every: torch.Tensor, own: torch.Tensor) -> None:
+        every.view(self._size, -1).copy_(
+            torch.stack([part.flatten() for part in self._turns.exchange(self._rank, own)])
+        )
+
+    def _add_words(self, words: torch.Tensor) -> None:
+        words.copy_(torch.stack(self._turns.exchange(self._rank, words)).sum(0, dtype=torch.int32))
+
+
+def by_ranks(size: int, work: Callable[[Rank], Any]) -> Sequence[Any]:
+    """Return what each rank's work returns."""
+    turns = Turns(size)
+
+    def run(rank: int) -> Any:
+        with turns.taken():
+            return work(Rank(Shard(rank, size), ThreadGroup(rank, turns)))
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
+
+
+#: A Llama whose columns, heads and words no number of ranks divides; one with biases, head norms, a tied head and as
+#: many KV heads as query heads; and an output gate, norms after each half, windows and MLPs without gates.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": VOCAB + 5, "intermediate_size": 133},
+    "qwen3": {},
+    "gates": {
+        "output_gate": True,
+        "post_norms": True,
+        "sliding_window": 20,
+        "sliding_layers": (0,),
+        "is_gated": False,
+        "hidden_act": "relu2",
+        "scale_embeddings": True,
+    },
+}
+
+
+def config_of(kind: str) -> ModelConfig:
+    base = shape_config(kind if kind == "qwen3" else "llama")
+    return msgspec.structs.replace(base, num_hidden_layers=1, **MODELS[kind])
+
+
+def model(config: ModelConfig, dtype: Dtype, rank: Rank | None = None) -> Llama:
+    return device_model(config, random_weights(config, dtype), dtype, DEVICE, rank=rank)
+
+
+def check(kind: str, dtype: Dtype, sizes: Sequence[int]) -> None:
+    config = config_of(kind)
+    whole = model(config, dtype)
+    expected = logits(OnDevice(whole))
+    assert expected.isfinite().all()
+    for size in sizes:
+
+        def run(rank: Rank) -> tuple[str, torch.Tensor, int]:
+            own = model(config, dtype, rank)
+            return own.variant, logits(OnDevice(own)), own.bytes_per_block(16)
+
+        for variant, found, num_bytes in by_ranks(size, run):
+            assert variant == whole.variant, "engines with any number of GPUs continue each other's requests"
+            assert torch.equal(found.view(torch.int32), expected.view(torch.int32)), (kind, size)
+            assert num_bytes <= whole.bytes_per_block(16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "sizes"), [("llama", BFLOAT16, (2, 4)), ("qwen3", FLOAT32, (2,)), ("gates", FLOAT32, (3,))]
+)
+def test_every_bit_is_that_of_one_device(kind: str, dtype: Dtype, sizes: Sequence[int]) -> None:
+    check(kind, dtype, sizes)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_bit_at_any_size(kind: str, dtype: Dtype) -> None:
+    check(kind, dtype, range(1, 7))
+
+
+def test_columns_are_gathered_and_rows_are_joined() -> None:
+    """Minus zero and what is no number keep their bits."""
+    widths = [3, 1, 2]
+    whole = torch.tensor(np.random.default_rng(1).standard_normal((2, 6), np.float32), device=DEVICE)
+    whole[0, 0], whole[1, 5] = -0.0, torch.nan
+    ends = np.cumsum(widths)
+
+    def run(rank: Rank) -> tuple[torch.Tensor, torch.Tensor, int]:
+        group, number = rank.memory, rank.shard.rank
+        assert isinstance(group, DeviceGroup)
+        own = whole[:, ends[number] - widths[number] : ends[number]]
+        rows = whole if number == 1 else torch.zeros_like(whole)
+        return group.gather(own, widths), group.join_rows(rows.clone()), group.now()
+
+    found = by_ranks(3, run)
+    for gathered, joined, _ in found:
+        assert torch.equal(gathered.view(torch.int32), whole.view(torch.int32))
+        assert torch.equal(joined.view(torch.int32), whole.view(torch.int32))
+    assert len({time for *_, time in found}) == 1, "the ranks have a clock in common"
+
+
+def test_a_device_whose_products_are_not_ordered_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("core.models.device_model.products_are_ordered", lambda *_: False)
+    group: Any = None
+    with pytest.raises(ConfigError, match="needs numerics level L2, which this device lacks"):
+        model(config_of("llama"), FLOAT32, Rank(Shard(0, 2), group))

@@ -1,0 +1,102 @@
+"""Groups of workers with a GPU each: answers with every bit of one. Here the kernels run under Triton's interpreter."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.executors.by_name import load_executor
+from core.workers import processes
+from core.workers.device_part import DevicePartExecutor
+from core.workers.wires import Place, Wires
+from ipc.errors import ConfigError
+from ipc.machine.child_process import run_package
+from kernels.cpu.group import make_shared_file
+from tests.core.workers.part_answers import answers, config_of, kill, requests
+from tests.triton_device import ANYWHERE, ON_GPU
+
+pytestmark = ANYWHERE
+
+OPTIONS: dict[str, Any] = {"device": "cuda", "max_model_len": 64, "num_gpu_blocks_override": 7}
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers under the interpreter have the products of a tensor core."""
+
+    def run(package: str, *rest: Any) -> Any:
+        return run_package(package if ON_GPU else "tests.core.workers.emulated", *rest)
+
+    monkeypatch.setattr(processes, "run_package", run)
+
+
+def of_ranks(folder: str, size: int, disturb: dict[int, Any] | None = None, **options: Any) -> list[Any]:
+    return answers(config_of(folder, size, **OPTIONS, **options), disturb, sent=requests(4, 14))
+
+
+def test_every_bit_is_that_of_one_gpu(folder: str) -> None:
+    """Sampled tokens, log probabilities and edits, with blocks that are swapped, and what is measured at the start."""
+    alone = of_ranks(folder, 1)
+    assert len(alone[1]) == 5
+    assert of_ranks(folder, 2) == alone
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
+def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, options: dict[str, Any]) -> None:
+    alone = of_ranks(folder, 1, **options)
+    for size in (3, 4):
+        assert of_ranks(folder, size, {5: kill(0), 20: kill(size - 1)}, **options) == alone
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"numerics": "L0"}, "numerics='L0'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size > 1"),
+        ({"nnodes": 2, "master_addr": "x"}, "nnodes > 1"),
+        ({"speculative_config": {"method": "draft_model", "model": "m"}}, "a model that makes drafts"),
+    ],
+)
+def test_what_several_gpus_lack_is_refused_by_name(folder: str, options: dict[str, Any], refused: str) -> None:
+    with pytest.raises(ConfigError, match=f"device='cuda' with several workers does not support {refused}"):
+        load_executor(config_of(folder, 2, **OPTIONS, **options))
+
+
+def test_more_query_heads_than_ranks_and_layers_without_states(folder: str, hybrid: str) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
+        load_executor(config_of(folder, 5, **OPTIONS))
+    with pytest.raises(ConfigError, match="does not support the recurrent layers of "):
+        load_executor(config_of(hybrid, 2, **OPTIONS))
+
+
+def test_more_ranks_than_gpus_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr("core.workers.device_part.cuda_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    memory = make_shared_file()
+    try:
+        with pytest.raises(ConfigError, match="tensor_parallel_size=2 is more than the 1 GPUs of this machine"):
+            DevicePartExecutor(config_of(folder, 1, **OPTIONS), Place(0, 2), Wires(memory))
+    finally:
+        os.close(memory)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", 9), ("cpu", 4)])
+def test_each_gpu_has_memory_of_its_own(folder: str, device: str, expected: int) -> None:
+    """Workers on CPUs of one machine share its memory."""
+    from core.workers.executor import WorkersExecutor
+    from core.workers.messages import Number
+    from core.workers.wires import places_of
+
+    class Crew:
+        def ask(self, *_: Any) -> Sequence[Number]:
+            return [Number(9), Number(9)]
+
+    executor = WorkersExecutor.__new__(WorkersExecutor)
+    executor._config = msgspec.structs.replace(config_of(folder, 2), device=device)  # type: ignore[arg-type]
+    executor._places, executor._serving = places_of(2, 1), Crew()  # type: ignore[assignment]
+    assert executor.determine_num_available_blocks(1 << 20, 16) == expected
