@@ -43,7 +43,7 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype, element_name
 
-_NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
+_NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2"
 
 #: The form of matrices in a GPU's memory. They are dequantized by default, because the speed of other forms is not well
 #: enough known on any GPU.
@@ -171,7 +171,10 @@ def _load_for_gpu(
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
-    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form, config.numerics, rank)
+    cache = config.kv_cache_dtype
+    model = device_model(
+        model_config, weights.tensors, dtype, cuda_device(), form, config.numerics, rank=rank, kv_cache_dtype=cache
+    )
     pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
     return LoadedModel(model, weights.fingerprint, weights.label, pooler)
 
@@ -180,13 +183,16 @@ def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) ->
     """Refuse a KV cache type that only decoders support. model: None = transformers' code. Errors: ConfigError."""
     if config.kv_cache_dtype == "auto":
         return
-    if config.device == "cuda":
-        raise ConfigError("kv_cache_dtype='int8' needs device='cpu': leave one of the two out")
-    if config.numerics == "L0" or config.cpu_kernels == "torch":
-        raise ConfigError(f"{_NO_INT8_CACHE}: leave numerics and cpu_kernels out, or kv_cache_dtype")
+    if config.device == "cpu":
+        if config.kv_cache_dtype == "fp8":
+            raise ConfigError("kv_cache_dtype='fp8' needs device='cuda': use 'int8' on a CPU, or leave it out")
+        if config.numerics == "L0" or config.cpu_kernels == "torch":
+            raise ConfigError(f"{_NO_INT8_CACHE}: leave numerics and cpu_kernels out, or kv_cache_dtype")
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder, which caches no K and V"
-        raise ConfigError(f"{_NO_INT8_CACHE}, and {path} {kind}: leave kv_cache_dtype out")
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} needs a decoder of our own, and {path} {kind}: leave it out"
+        )
 
 
 def _cache_type(config: EngineConfig, library: CpuLibrary | None) -> type[CpuKVCache]:

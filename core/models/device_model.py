@@ -13,11 +13,15 @@ from core.models.operations.weight_form import WeightForm
 from core.models.parts.gathered import GatheredParts
 from core.models.parts.rank import Rank
 from ipc.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from ipc.options.config import KVCacheDtype
 from ipc.options.model_options import Numerics
 from kernels.cpu.group import SeparateMemory, SharedMemory
 from kernels.elements import Dtype
 from kernels.torch.tensors import DTYPES
+from kernels.triton.kv_cache import Fp8KVCache, Int8KVCache, TritonKVCache
 from kernels.triton.self_test import products_are_ordered
+
+_CACHES: dict[KVCacheDtype, type[TritonKVCache]] = {"auto": TritonKVCache, "int8": Int8KVCache, "fp8": Fp8KVCache}
 
 _SMALLER = {
     WeightForm.DENSE: " (quantization='int8' halves them, 'stored' keeps those of a quantized file as they are)"
@@ -32,8 +36,9 @@ def device_model(
     form: WeightForm = WeightForm.DENSE,
     numerics: Numerics = "L2",
     rank: Rank | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> Llama:
-    """Build the model on the device, with its matrices in this form.
+    """Build the model on the device, with its matrices in this form, and its KV cache in this.
 
     A device whose products fail the self-test of numerics level L2 gets L0, which is said. rank: its place in a group
     of devices that computes the model together; None = there is no group.
@@ -49,8 +54,8 @@ def device_model(
     if rank is not None and not is_exact:
         raise ConfigError("tensor_parallel_size > 1 needs numerics level L2, which this device lacks: leave it out")
     try:
-        own = config if rank is None else rank.shard.config(config)
-        operations = TritonOperations(own, dtype, device, form, is_exact=is_exact)
+        own, caches = config if rank is None else rank.shard.config(config), _CACHES[kv_cache_dtype]
+        operations = TritonOperations(own, dtype, device, form, is_exact=is_exact, cache_type=caches)
         model = Llama(config, weights, dtype, numerics, operations=operations, rank=rank)
         return model if rank is None else _gathered(model, config, rank)
     except torch.OutOfMemoryError as error:

@@ -17,7 +17,7 @@ from ipc.options.speculation import SpeculativeConfig
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 PreemptionMode = Literal["recompute", "swap", "auto", "by_choices"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
-KVCacheDtype = Literal["auto", "int8"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 
 class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,7 +62,11 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     kv_cache_dtype: Annotated[
         KVCacheDtype,
-        Option("KV cache", "auto = the model's type, int8 = 8 bits and a scale for each row (changes tokens)"),
+        Option(
+            "KV cache",
+            "auto = the model's type, int8 = 8 bits and a scale for each row, on a GPU also fp8 = e4m3 without scales "
+            "(both change tokens)",
+        ),
     ] = "auto"
     num_blocks_override: Annotated[
         int | None,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kernels.triton.cache_rows import load_rows
 from kernels.triton.device import dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -55,9 +56,12 @@ def fold_tile(
     at = start + tl.arange(0, BLOCK_N)
     there = at < end
     block = tl.load(table + at // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    row = ((block * 2 * KV_HEADS + head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD_DIM
+    offset = at % BLOCK_SIZE
     d = tl.arange(0, BLOCK_D)
-    keys = tl.load(layer + row[None, :] + d[:, None], mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+    keys = load_rows(
+        layer, block[None, :], head, offset[None, :], d[:, None], there[None, :], queries.dtype,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+    )
     scores = dot(queries, keys, tl.zeros((own.shape[0], BLOCK_N), tl.float32)) * scale
     if HAS_CAP:
         # cap * tanh(score / cap), with an exponential that never overflows.
@@ -72,8 +76,10 @@ def fold_tile(
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     weights = tl.exp2(scores - finite[:, None])
     shrunk = tl.exp2(maximum - finite)
-    values_at = layer + KV_HEADS * BLOCK_SIZE * HEAD_DIM + row[:, None] + d[None, :]
-    values = tl.load(values_at, mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    values = load_rows(
+        layer, block[:, None], KV_HEADS + head, offset[:, None], d[None, :], there[:, None], queries.dtype,
+        KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+    )
     weights = weights.to(values.dtype)
     totals = dot(weights, tl.full((BLOCK_N, TOTALS), 1.0, values.dtype), totals * shrunk[:, None])
     return new_maximum, totals, dot(weights, values, sums * shrunk[:, None])

@@ -5,6 +5,7 @@ reads whole cache lines.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,7 +14,8 @@ import triton.language as tl
 
 from kernels.arrays import Int32s
 from kernels.elements import Dtype
-from kernels.memory.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.rounding import round_up
 from kernels.torch.tensors import DTYPES
 from kernels.triton.device import power_of_2
 
@@ -25,6 +27,8 @@ class TritonKVCache(KVCache):
     """
 
     layers: Sequence[torch.Tensor]
+    #: Name of the form of the numbers in memory; "" = they have the cache's dtype.
+    stored_as: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -39,13 +43,26 @@ class TritonKVCache(KVCache):
         pinned: bool = False,
     ) -> None:
         self._device, self._pinned = device, pinned
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim=head_dim, dtype=dtype)
+        width, self._stored = self.stored_width(head_dim, DTYPES[dtype])
+        stored = np.dtype((np.void, self._stored.itemsize))  # only its size is looked at
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim=width, dtype=stored)
+        self.head_dim, self.dtype = head_dim, dtype
+
+    @staticmethod
+    def stored_width(head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return what a token takes in a head, for K or V: number of elements, and their type."""
+        return head_dim, dtype
+
+    @classmethod
+    def bytes_per_block(cls, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype) -> int:
+        """Return the bytes of one block in all layers, K and V together."""
+        width, stored = cls.stored_width(head_dim, DTYPES[dtype])
+        return bytes_per_block(block_size, num_kv_heads, width, num_layers, np.dtype((np.void, stored.itemsize)))
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
-        dtype = DTYPES[self.dtype]
         if self._pinned:  # one tensor for all layers, because torch rounds each tensor up to a power of two of bytes
-            return torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind()
-        return [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(num_layers)]
+            return torch.empty((num_layers, *shape), dtype=self._stored, pin_memory=True).unbind()
+        return [torch.empty(shape, dtype=self._stored, device=self._device) for _ in range(num_layers)]
 
     @property
     def layout(self) -> str:
@@ -72,6 +89,32 @@ class TritonKVCache(KVCache):
         for first, to, count in _runs(sources, targets):
             for source, destination in zip(self.layers, target.layers, strict=True):
                 destination[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+class Int8KVCache(TritonKVCache):
+    """A KV cache of codes and scales (cache_rows.py).
+
+    The last dimension of a layer, the bytes per token and head, only determines the size: the codes of a head's tokens
+    of a block come first, then their scales.
+    """
+
+    stored_as = "int8"
+
+    @staticmethod
+    def stored_width(head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return what a token takes in a head: the codes, padded to whole words, and the bytes of a scale."""
+        return round_up(head_dim, 4) + torch.float32.itemsize, torch.int8
+
+
+class Fp8KVCache(TritonKVCache):
+    """A KV cache of 8-bit floats, e4m3 (cache_rows.py)."""
+
+    stored_as = "fp8"
+
+    @staticmethod
+    def stored_width(head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+        """Return what a token takes in a head: the bits of its numbers."""
+        return head_dim, torch.uint8
 
 
 def _runs(sources: Int32s, targets: Int32s) -> list[tuple[int, int, int]]:

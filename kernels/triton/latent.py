@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.torch.rope import rotate
+from kernels.triton.cache_rows import largest_of, store_rows
 from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.linear import DeviceLinear, DeviceProduct
@@ -38,12 +39,14 @@ def store_latent_kernel(keys, slots, layer, WIDTH: tl.constexpr, BLOCK_SIZE: tl.
     slot = tl.load(slots + token)
     if slot < 0:
         return
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
     numbers = tl.load(keys + token.to(tl.int64) * WIDTH + column, mask=inside, other=0.0)
-    at = layer + (slot // BLOCK_SIZE * 2 * BLOCK_SIZE + slot % BLOCK_SIZE) * WIDTH + column
-    tl.store(at, numbers, mask=inside)
-    tl.store(at + BLOCK_SIZE * WIDTH, numbers, mask=inside)
+    largest = largest_of(layer, numbers)
+    for side in tl.static_range(2):
+        store_rows(
+            layer, slot // BLOCK_SIZE, side, slot % BLOCK_SIZE, numbers, column, inside, largest, 1, WIDTH, BLOCK_SIZE
+        )
 
 
 def store_latent(keys: torch.Tensor, slots: torch.Tensor, cache: TritonKVCache, layer: int) -> None:

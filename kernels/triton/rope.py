@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.torch.tensors import DTYPES
+from kernels.triton.cache_rows import largest_of, store_rows
 from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 
@@ -48,15 +50,20 @@ def _write_kv(
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     is_key = inside & (head >= HEADS)
-    row = ((block * 2 * KV_HEADS + head - HEADS) * BLOCK_SIZE + offset) * HEAD_DIM
-    tl.store(layer + row + i, first, mask=is_key)
-    tl.store(layer + row + HEAD_DIM // 2 + i, second, mask=is_key)
+    key_head = head - HEADS
+    largest = 0
+    if layer.dtype.element_ty == tl.int8:
+        largest = tl.maximum(largest_of(layer, first), largest_of(layer, second))
+    store_rows(layer, block, key_head, offset, first, i, is_key, largest, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
+    half = HEAD_DIM // 2 + i
+    store_rows(layer, block, key_head, offset, second, half, is_key, largest, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
     value_head = tl.arange(0, BLOCK_KV)[:, None]
     j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     is_value = (value_head < KV_HEADS) & (j < HEAD_DIM)
-    value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value)
-    value_row = ((block * 2 * KV_HEADS + KV_HEADS + value_head) * BLOCK_SIZE + offset) * HEAD_DIM
-    tl.store(layer + value_row + j, value, mask=is_value)
+    value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value, other=0.0)
+    largest = largest_of(layer, value)
+    value_head += KV_HEADS
+    store_rows(layer, block, value_head, offset, value, j, is_value, largest, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
 
 
 @triton.jit
@@ -150,11 +157,11 @@ class TritonRope:
     ) -> torch.Tensor:
         """Rotate Q and K, store K and V, and return Q [T, H, D] with the cache's dtype.
 
-        qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
+        qkv [T, (H + 2 * Hkv) * D] is of the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
         not store). growth [T] float32: factors of the queries.
         """
         assert qkv.is_contiguous(), qkv.stride()
-        dtype = cache.layers[layer].dtype
+        dtype = DTYPES[cache.dtype]
         assert qkv.dtype == dtype, (qkv.dtype, dtype)
         assert cache.head_dim % 2 == 0, cache.head_dim
         q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=dtype, device=qkv.device)

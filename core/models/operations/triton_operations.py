@@ -23,7 +23,7 @@ from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.dequantize import FLOAT_CODES, PLAIN_TYPES
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.low_rank import LowRank, ProductShape
-from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
@@ -115,8 +115,10 @@ class TritonOperations:
         form: WeightForm = WeightForm.DENSE,
         *,
         is_exact: bool = True,
+        cache_type: type[TritonKVCache] = TritonKVCache,
     ) -> None:
-        """is_exact: whether a row's bits must not depend on other rows."""
+        """is_exact: whether a row's bits must not depend on other rows. cache_type: of the KV cache."""
+        self._cache_type = cache_type
         self._config, self._dtype, self.device, self._form = config, dtype, device, form
         self.is_exact = is_exact
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
@@ -137,6 +139,10 @@ class TritonOperations:
     @property
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
+        return f"{self._kernels} kv={self._cache_type.stored_as}" if self._cache_type.stored_as else self._kernels
+
+    @property
+    def _kernels(self) -> str:
         on_gpu = self.device.type == "cuda"
         if self.is_exact:  # the arithmetic is that of the machine code, which all devices of an architecture run
             arch = "sm_{}{}".format(*torch.cuda.get_device_capability(self.device)) if on_gpu else "interpreter"
@@ -363,7 +369,9 @@ class TritonOperations:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache for one block, all layers together."""
         config = self._config
-        return bytes_per_block(block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype)
+        return self._cache_type.bytes_per_block(
+            block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype
+        )
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
@@ -376,7 +384,7 @@ class TritonOperations:
     def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
         config = self._config
         heads, head_dim = config.num_key_value_heads, config.head_dim
-        return TritonKVCache(
+        return self._cache_type(
             config.num_caches,
             num_blocks,
             block_size,

@@ -19,8 +19,10 @@ from core.models.step import ModelInputs, StepResult
 from core.process.resolve import resolve
 from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
+from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
 from kernels.recurrence import RecurrenceKind
+from kernels.triton.kv_cache import Int8KVCache
 from tests.core.models.checkpoints import build
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
@@ -192,6 +194,18 @@ def test_logits_are_near_those_of_the_c_kernels(kind: str) -> None:
     longest = 33 if kind == "llama" else 23  # beyond a tile of 32 rows: not a matter of a model's parts
     expected = logits(built(config, weights, FLOAT32), longest)
     torch.testing.assert_close(logits(OnDevice(ours), longest), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "deepseek-v2-lite"])
+def test_a_cache_in_8_bits_is_that_of_the_c_kernels(kind: str) -> None:
+    """Equal rows have equal codes; a row that differs in its last bit may have others."""
+    config = shape_config(kind)
+    weights = dict(random_weights(config, FLOAT32))
+    ours = TritonOperations(config, FLOAT32, DEVICE, cache_type=Int8KVCache)
+    theirs = Llama(config, weights.items(), FLOAT32, library=load_cpu_library(), cache_type=QuantizedKVCache)
+    found = logits(OnDevice(built(config, weights, FLOAT32, ours)))
+    torch.testing.assert_close(found, logits(theirs), rtol=0, atol=2e-3)
+    assert (found - logits(built(config, weights, FLOAT32))).abs().max() > 4e-3
 
 
 @pytest.mark.parametrize(("kind", "field", "value"), PARTS)

@@ -20,6 +20,7 @@ from ipc.options.config import LogprobsMode, PreemptionMode
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, Logprobs, Outputs
 from kernels.elements import FLOAT32
+from kernels.triton.kv_cache import Int8KVCache, TritonKVCache
 from tests.core.models.test_llama import random_weights, tiny_config
 from tests.resolved import resolved_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
@@ -31,10 +32,10 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 96
 
 
-def both(**changes: Any) -> tuple[Llama, Llama]:
-    """One tiny model by torch's kernels and by Triton's."""
+def both(cache_type: type[TritonKVCache] = TritonKVCache, **changes: Any) -> tuple[Llama, Llama]:
+    """One tiny model by torch's kernels and by Triton's. cache_type: of these."""
     config = tiny_config(**{"vocab_size": VOCAB, "num_hidden_layers": 2, **changes})
-    operations = TritonOperations(config, FLOAT32, DEVICE)
+    operations = TritonOperations(config, FLOAT32, DEVICE, cache_type=cache_type)
     weights = list(random_weights(config, FLOAT32))
     return Llama(config, weights, FLOAT32), Llama(config, weights, FLOAT32, operations=operations)
 
@@ -93,6 +94,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 #: By shape, once built.
 MODELS: dict[str, tuple[Llama, Llama]] = {}
+#: Shapes whose KV cache on the device is in 8 bits; torch's is not.
+CACHES: dict[str, type[TritonKVCache]] = {"int8 cache": Int8KVCache}
 
 
 NUM_SWAP_BLOCKS = 12
@@ -102,7 +105,7 @@ def runner(
     kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logprobs", shape: str = "llama"
 ) -> ModelRunner:
     if shape not in MODELS:
-        MODELS[shape] = both(**SHAPES[shape])
+        MODELS[shape] = both(CACHES.get(shape, TritonKVCache), **SHAPES.get(shape, SHAPES["llama"]))
     torch_model, triton_model = MODELS[shape]
     options: dict[str, Any] = {"num_rows": 4, "num_blocks": num_blocks, "block_size": BLOCK_SIZE, "eos_token_ids": (2,)}
     options |= {"num_swap_blocks": NUM_SWAP_BLOCKS, "logprobs_mode": logprobs_mode}
@@ -112,7 +115,7 @@ def runner(
     assert isinstance(operations, TritonOperations)
     made = CudaModelRunner(triton_model, operations, max_model_len=MAX_MODEL_LEN, **options)
     for layer in made.cache.layers:
-        layer[1:] = torch.nan
+        layer[1:] = torch.nan if layer.is_floating_point() else 0x7F  # NaN as e4m3, and as a scale
     return made
 
 
@@ -261,6 +264,14 @@ def test_preempted_requests_give_the_same_tokens(depth: int, mode: PreemptionMod
     got = run("triton", requests, depth, num_blocks=7, mode=mode)
     assert got.num_preemptions > 0
     assert (got.num_swapped_in_blocks > 0) == (mode == "swap")
+    assert got.tokens == expected.tokens
+
+
+def test_blocks_in_8_bits_come_back_from_the_hosts_memory() -> None:
+    requests = [(ids(30, seed), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)) for seed in range(3)]
+    expected = run("triton", requests, shape="int8 cache")
+    got = run("triton", requests, 2, num_blocks=8, mode="swap", shape="int8 cache")
+    assert (got.num_swapped_in_blocks > 0, expected.num_preemptions) == (True, 0)
     assert got.tokens == expected.tokens
 
 

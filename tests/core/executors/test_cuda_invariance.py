@@ -17,6 +17,7 @@ from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.triton import attention_work, decode_attention, prefill_attention
 from kernels.triton.attention_work import SPLIT
+from kernels.triton.kv_cache import Fp8KVCache, Int8KVCache, TritonKVCache
 from kernels.triton.routed import expert_products
 from kernels.triton.shared_prefix import shared_prefix
 from tests.core.executors import test_cuda_executor as engine
@@ -27,10 +28,11 @@ from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 pytestmark = ANYWHERE
 
 
-def model(kind: str, dtype: Dtype, *, is_exact: bool = True, num_layers: int = 2) -> OnDevice:
+def model(kind: str, dtype: Dtype, *, num_layers: int = 2, **options: Any) -> OnDevice:
+    """options: of TritonOperations."""
     config = msgspec.structs.replace(shape_config(kind), num_hidden_layers=num_layers)
     weights = dict(random_weights(config, dtype))
-    return OnDevice(built(config, weights, dtype, TritonOperations(config, dtype, DEVICE, is_exact=is_exact)))
+    return OnDevice(built(config, weights, dtype, TritonOperations(config, dtype, DEVICE, **options)))
 
 
 def differing(one: OnDevice, split: int = SPLIT) -> int:
@@ -60,6 +62,20 @@ def test_no_bit_differs_in_pieces_and_in_company(
     if not ON_GPU and kind == "mixtral":  # on a GPU the compiler may join the sums
         monkeypatch.setattr(expert_products, "dot", add_a_product)
         assert differing(one, split) > 100
+
+
+@pytest.mark.parametrize(("cache_type", "dtype", "split"), [(Int8KVCache, FLOAT32, 32), (Fp8KVCache, BFLOAT16, 64)])
+def test_no_bit_differs_with_a_cache_in_8_bits(
+    cache_type: type[TritonKVCache], dtype: Dtype, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_splits(split, monkeypatch)
+    coded, usual = (model("llama", dtype, num_layers=1, cache_type=each) for each in (cache_type, TritonKVCache))
+    assert differing(coded, split) == 0
+    given = prompts(20, vocab_size=VOCAB)
+    found, expected = (Requests(one, given).step({0: 20})[0] for one in (coded, usual))
+    assert not torch.equal(found, expected)
+    assert torch.corrcoef(torch.stack((found.flatten(), expected.flatten())))[0, 1] > 0.99
+    assert coded._model.variant == f"{usual._model.variant} kv={cache_type.stored_as}"
 
 
 def test_splits_in_common_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +123,9 @@ def test_whole_splits_of_decoding_rows_are_in_common(
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_no_bit_differs_for_any_architecture(kind: str, dtype: Dtype) -> None:
-    assert differing(model(kind, dtype)) == 0
+@pytest.mark.parametrize("cache_type", [TritonKVCache, Int8KVCache, Fp8KVCache])
+def test_no_bit_differs_for_any_architecture(cache_type: type[TritonKVCache], kind: str, dtype: Dtype) -> None:
+    assert differing(model(kind, dtype, cache_type=cache_type)) == 0
 
 
 @triton.jit

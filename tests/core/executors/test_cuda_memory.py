@@ -12,7 +12,7 @@ from core.executors.cuda import CudaExecutor, most_alone
 from core.model_files.loading import load_model
 from core.runner.trial_loop import LoopDurations
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.options.config import EngineConfig
+from ipc.options.config import EngineConfig, KVCacheDtype
 from ipc.options.speculation import SpeculativeConfig
 from ipc.options.step_sizes import SizedConfig
 from kernels.elements import FLOAT32
@@ -59,6 +59,16 @@ def test_under_the_interpreter_the_cache_shares_the_machines_memory(executor: Cu
     assert executor.cache_memory_bytes() is None
     assert executor.info.dtype == "float32"
     assert executor.info.numerics == "L2"
+
+
+@pytest.mark.parametrize(("value", "bits"), [("int8", 9), ("fp8", 8)])  # heads of 32 numbers, and a scale of 32 bits
+def test_a_cache_in_8_bits_has_more_blocks(value: KVCacheDtype, bits: int, tiny: Path, executor: CudaExecutor) -> None:
+    config = EngineConfig(model=str(tiny), device="cuda", kv_cache_dtype=value, dtype="bfloat16")
+    coded = CudaExecutor(config)
+    assert f" kv={value}" in coded._model.variant
+    assert coded.info.fingerprint != executor.info.fingerprint
+    count = executor.determine_num_available_blocks(1 << 20, 16)  # in float32
+    assert coded.determine_num_available_blocks(1 << 20, 16) == count * 32 // bits
 
 
 def test_the_largest_step_runs(executor: CudaExecutor) -> None:

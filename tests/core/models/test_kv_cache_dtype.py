@@ -46,14 +46,14 @@ def loaded(folder: Path, **options: Any) -> Any:
     [
         ({"cpu_kernels": "torch"}, "needs the C kernels at numerics level L2"),
         ({"numerics": "L0"}, "needs the C kernels at numerics level L2"),
-        ({"device": "cuda"}, "'int8' needs device='cpu'"),
-        ({"model_impl": "transformers"}, "decoder of our own, and .* needs transformers' code"),
+        ({"kv_cache_dtype": "fp8"}, "'fp8' needs device='cuda': use 'int8' on a CPU"),
+        ({"model_impl": "transformers"}, "'int8' needs a decoder of our own, and .* needs transformers' code"),
     ],
 )
 def test_where_it_cannot_be_had_it_is_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     with pytest.raises(ConfigError, match=text):
-        loaded(tmp_path, kv_cache_dtype="int8", **options)
+        loaded(tmp_path, **{"kv_cache_dtype": "int8", **options})
 
 
 def test_the_option_reaches_the_cache(tmp_path: Path) -> None:

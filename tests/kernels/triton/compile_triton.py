@@ -10,8 +10,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +127,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (
         latent.store_latent_kernel,
-        {"keys": HALF, "slots": LONG, "layer": HALF},
+        {"keys": HALF, "slots": LONG, "layer": "*i8"},
         {"WIDTH": 576, "BLOCK_SIZE": 16, "BLOCK": 1024},
     ),
     (
@@ -245,11 +245,12 @@ class Attention(NamedTuple):
     block_size: int
     window: int
     direct: bool
+    stored: str = ""  # the pointer type of a cache in 8 bits
 
     def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
         """All, with their arguments' types, constants and options as launched."""
         pointer, group = POINTERS[self.dtype], self.group_size
-        layer = {"layer": pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
+        layer = {"layer": self.stored or pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
         common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32", "sinks": FLOAT}
         constants = {
             "HEADS": 2 * group,
@@ -285,7 +286,14 @@ def each_size() -> Iterator[Attention]:
         yield Attention(*head, group, block_size, window=100 * (turn % 2), direct=turn % 2 == 0)
 
 
+def in_8_bits(head_dims: Sequence[int]) -> Iterator[Attention]:
+    """Of caches in 8 bits, each with heads of these sizes."""
+    for head_dim, stored in product(head_dims, ("*i8", "*u8")):
+        yield Attention(torch.bfloat16, head_dim, 4, 16, window=0, direct=stored == "*i8", stored=stored)
+
+
 def all_sizes() -> Iterator[Attention]:
+    yield from in_8_bits((16, 64, 80, 128, 256, 576))
     yield Attention(torch.bfloat16, 576, 16, 16, window=0, direct=False)  # latent attention of DeepSeek's models
     sizes = product(POINTERS, (16, 20, 32, 64, 80, 96, 128, 256), (1, 3, 4, 8), (16, 64))
     for turn, size in enumerate(sizes):
@@ -302,8 +310,9 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
         blocks = {"BLOCK_HEADS": heads + kv_heads, "BLOCK_KV": kv_heads, "BLOCK_HALF": head_dim // 2}
         sizes |= {name: power_of_2(size) for name, size in blocks.items()}
-        for kind in kinds:
-            yield rope.rope_kernel, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
+        for turn, kind in enumerate(kinds):
+            stored = {"layer": ("*i8", HALF, "*u8")[turn % 3]}
+            yield rope.rope_kernel, ROPE | stored, {**sizes, **{name: name in kind for name in names}}, {}
 
 
 def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
@@ -386,6 +395,8 @@ def main() -> None:
         assert spilled <= most, (kernel.__name__, spilled)
         print(kernel.__name__, flush=True)
     sizes = [(size, 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
+    for size in in_8_bits((16,)):  # the first kernel: what reads a cache in 8 bits is the same in all
+        check(size, 90, first=1)
     if every:
         sizes = [(size, 90) for size in all_sizes()] + [
             (size, old) for size in each_size() for old in (80, 89, 100, 120)
@@ -397,9 +408,11 @@ def main() -> None:
             check(routed, capability)
 
 
-def check(size: "Attention | Experts | Product", capability: int, *, fits: bool = True) -> None:
-    """Compile the kernels of this size and print their names. fits: shared memory has room for them."""
-    for kernel, types, constants, options in size.kernels():
+def check(
+    size: "Attention | Experts | Product", capability: int, *, fits: bool = True, first: int | None = None
+) -> None:
+    """Compile the kernels of this size, or the first so many, and print their names. fits: shared memory has room."""
+    for kernel, types, constants, options in islice(size.kernels(), first):
         shared, spilled = build(kernel, types, constants, capability, **options)
         assert shared <= SHARED[capability] or not fits, (kernel.__name__, size, capability, shared)
         assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
