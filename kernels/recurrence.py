@@ -71,7 +71,7 @@ class RecurrenceParts:
     rates: Floats | None = None  # [heads] decay rates
     step_biases: Floats | None = None  # [heads]
     skips: Floats | None = None  # [heads]: fraction of the values added to the results
-    norm: Floats | None = None  # weight [value_dim], or of a state space [heads * value_dim]
+    norm: Floats | None = None  # weight [value_dim], or of a state space [heads * value_dim]; None: it has no norm
     eps: float = 0.0  # of the norm
     steps: tuple[float, float] = (0.0, float("inf"))  # smallest and largest step of a state space
     most_beta: float = 1.0  # of a gated delta net: the largest beta
@@ -157,11 +157,13 @@ def _factors(parts: RecurrenceParts, columns: list[Floats]) -> tuple[Floats, Flo
 def _gated(parts: RecurrenceParts, results: Floats, gates: Floats) -> Floats:
     """Return the normalised results [T, heads * value_dim]: a state space's after its gates, others' before."""
     sizes, count = parts.sizes, len(results)
-    assert parts.norm is not None, sizes
     opened = _silu(gates).reshape(results.shape)
     if sizes.kind == "state space":
         results = (results * opened).reshape(count, sizes.num_groups, -1)
+        if parts.norm is None:
+            return results.reshape(count, -1)
         return (_normalised(results, parts.eps).reshape(count, -1)) * parts.norm
+    assert parts.norm is not None, sizes
     return (_normalised(results, parts.eps) * parts.norm * opened).reshape(count, -1)
 
 

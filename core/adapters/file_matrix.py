@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ipc.errors import ModelFileError
-from ipc.tables.arrays import Ints
+from ipc.tables.arrays import Floats, Ints
 from kernels.low_rank import LowRank
 
 
@@ -23,6 +23,7 @@ class FilePart(NamedTuple):
     rows: Ints | None = None
     # the column of the layer in the file for each of its columns; None = in the same order
     columns: Ints | None = None
+    factors: Floats | None = None  # of each of the model's rows; None = 1
 
 
 class FileMatrix(NamedTuple):
@@ -53,12 +54,11 @@ def model_matrices(source: Path, pairs: Mapping[str, LowRank], known: Mapping[st
                         "columns"
                     )
                 pair = pair._replace(a=np.ascontiguousarray(pair.a[:, part.columns]))
-            if part.rows is None:
-                found[part.name] = pair
-                continue
-            if len(pair.b) != layer.num_rows:
+            num_rows = layer.num_rows if part.factors is None or part.rows is not None else len(part.factors)
+            if num_rows and len(pair.b) != num_rows:
                 raise ModelFileError(
-                    f"{source}: {name}: lora_B is {list(pair.b.shape)}; the model's layer has {layer.num_rows} rows"
+                    f"{source}: {name}: lora_B is {list(pair.b.shape)}; the model's layer has {num_rows} rows"
                 )
-            found[part.name] = pair._replace(b=np.ascontiguousarray(pair.b[part.rows]))
+            b = pair.b if part.rows is None else np.ascontiguousarray(pair.b[part.rows])
+            found[part.name] = pair._replace(b=b if part.factors is None else b * part.factors[:, None])
     return found

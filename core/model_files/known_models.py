@@ -52,6 +52,7 @@ PUBLISHED: dict[str, str] = {
     "Cohere2ForCausalLM": "Command R7B, Command A",
     "NemotronForCausalLM": "Minitron 4B, 8B, Nemotron-4",
     "NemotronHForCausalLM": "Nemotron 3 Nano 30B-A3B, Nemotron-H 4B, 8B, 47B, 56B",
+    "FalconH1ForCausalLM": "Falcon-H1 0.5B to 34B",
     "PhiForCausalLM": "Phi-1, 1.5, 2",
     "GPT2LMHeadModel": "GPT-2 124M to 1.5B, DistilGPT-2",
     "GPTNeoXForCausalLM": "Pythia, GPT-NeoX-20B",
@@ -161,7 +162,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
 
 def _files(row: Architecture) -> str:
     names = [] if row.gguf is None else [row.gguf]
-    names += row.gguf_with_images
+    names += row.gguf_others
     if row.experts is not None and row.experts.gguf is not None and row.experts.gguf not in names:
         names.append(f"{row.experts.gguf} with experts")
     return f"safetensors, GGUF {', '.join(names)}" if names else "safetensors"

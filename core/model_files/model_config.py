@@ -62,7 +62,6 @@ def is_foreign(path: Path) -> bool:
 
 
 _INDEXER = "sparse attention, in which an indexer chooses the tokens that a query sees"
-_SIDE_BY_SIDE = "attention and a recurrent state side by side in one layer"
 _ENCODER = "the vision encoder that its files have, and"
 _CHANNELS = "delta attention with a decay for each channel"
 #: Architectures that neither our code nor our use of transformers' code runs -> what they need that is missing.
@@ -79,7 +78,6 @@ MISSING_PARTS: dict[str, str] = {
     "Qwen4ExpForCausalLM": f"hyper-connections, tables of n-grams, and {_INDEXER}",
     "Llama4ForCausalLM": "attention within chunks of the context",
     "Llama4ForConditionalGeneration": "attention within chunks of the context",
-    "FalconH1ForCausalLM": _SIDE_BY_SIDE,
     "HYV4ForCausalLM": f"hyper-connections, and {_INDEXER}",
     "ZayaForCausalLM": "attention whose queries and keys come from a convolution over tokens",
     "InklingForCausalLM": "scores of attention that depend on distances, and convolutions over keys and values",

@@ -76,6 +76,13 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     beside_dense: bool = False
 
 
+class RowFactors(NamedTuple):
+    """Factors of the results of one product of each layer, by which its matrix is multiplied when it is read."""
+
+    part: str  # our name of the matrix within a layer, as self_attn.k_proj
+    runs: tuple[tuple[int, float], ...]  # so many rows, and their factor
+
+
 class HeadSizes(NamedTuple):
     """The heads of K and V of a layer, and the numbers of a head."""
 
@@ -121,6 +128,7 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[str, ...] = ("in_proj",)  # the file's matrices that together produce the input; see input_widths
     has_bias: bool = False  # the convolution has a bias
     has_product_biases: bool = False
+    has_norm: bool = True  # its results are normalised; without, only of a state space
     rates_are_logs: bool = True  # the file has the logarithms of the rates; otherwise their negatives
     steps: tuple[float, float] = (0.0, math.inf)
     most_beta: float = 1.0
@@ -203,6 +211,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int | None = None  # how many leading numbers of a head are rotated, in the file's order; None = all
     query_pre_attn_scalar: float | None = None  # scores are scaled by 1 / sqrt of this; None: head_dim
     hidden_act: Activation = "silu"
+    #: xIELU's numbers of each layer, in the order of XIELU_NAMES; (): the files have them as tensors.
+    xielu: tuple[tuple[float, ...], ...] = ()
     qkv_bias: bool = False
     output_bias: bool = False  # attention's output projection has a bias
     mlp_bias: bool = False  # the products of dense MLPs have biases
@@ -236,8 +246,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product of its input
     head_gates: bool = False  # so is each head, by the sigmoid of one number
     recurrent: RecurrentParts | None = None  # None: all layers have attention
-    #: If the file has a layer's halves as layers of their own: the numbers there of each layer's mixer and MLP; -1: it
-    #: has no MLP.
+    factors: tuple[RowFactors, ...] = ()  # of products, where the files' matrices are without them
+    #: If the file's layers are others: the numbers there of each layer's mixer and MLP; -1: it has no MLP. A layer with
+    #: the number of the mixer before it reads what that one reads: see is_second_mixer().
     file_layers: tuple[tuple[int, int], ...] = ()
     encoder: EncoderParts | None = None  # None: the layers are a decoder's
     sees_all: bool = False  # a decoder's layers in which tokens see the whole prompt, like an encoder's
@@ -289,6 +300,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not self.pre_norms and layer in self.recurrent_layers:
             return True, False
         return self.pre_norms, self.post_norms
+
+    def is_second_mixer(self, layer: int) -> bool:
+        """Return whether the layer's mixer reads what that of the layer before reads, which then has no MLP."""
+        own = self.file_layers
+        return layer > 0 and bool(own) and own[layer][0] == own[layer - 1][0]
 
     def has_mlp(self, layer: int) -> bool:
         """Return whether the layer has an MLP of any kind."""

@@ -81,6 +81,7 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "gates of heads": config.head_gates,
         "inputs of single layers": config.per_layer is not None,
         "a table of positions": config.position_table,
+        "state spaces without a norm": config.recurrent is not None and not config.recurrent.has_norm,
         "the activation xIELU": config.hidden_act == "xielu",
         "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
     }

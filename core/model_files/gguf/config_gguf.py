@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from core.model_files.gguf.encoder_gguf import gguf_encoder_config
+from core.model_files.gguf.file_layers_gguf import dense_layers, gguf_file_layers, gguf_xielu
 from core.model_files.gguf.gguf_experts import gguf_experts
 from core.model_files.gguf.layers_gguf import as_proportional, gguf_layer_settings, without_lists
 from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
@@ -105,6 +106,7 @@ _MULTIPLIERS = {
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+_WITHOUT_KEYS = ("none", "falcon")  # the latter's are in the files' matrices
 _GROWTH = {"query_growth": 0.0, "yarn_log_multiplier": 0.0}
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
@@ -121,7 +123,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
     header = read_gguf(path)
     if (encoder := header.metadata.get("general.architecture")) in GGUF_ENCODERS:
         return gguf_encoder_config(path, header, str(encoder))
-    values, architecture = _named(header, path)
+    values, architecture, file_layers = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
     window = _window(values, architecture, _num_layers(values, architecture))
@@ -160,13 +162,20 @@ def read_gguf_config(path: Path) -> ModelConfig:
         **(features | _multipliers(values, architecture) | scale_of(values, latent)),
         **_caps(values, architecture),
         latent=latent,
-        recurrent=gguf_recurrent_parts(values, architecture, sizes),
-        experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
+        recurrent=gguf_recurrent_parts(values, architecture, sizes, header.tensors),
+        experts=gguf_experts(
+            values, header, architecture, dense_layers(header, architecture, file_layers, sizes["num_hidden_layers"])
+        ),
+        file_layers=file_layers,
+        xielu=gguf_xielu(values, architecture, sizes["num_hidden_layers"]),
     )
 
 
-def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
-    """Return the file's settings by their names in config.json, and its architecture. Errors: UnsupportedModelError."""
+def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture, tuple[tuple[int, int], ...]]:
+    """Return the file's settings by their names in config.json, its architecture, and ModelConfig.file_layers.
+
+    Errors: ModelFileError, UnsupportedModelError.
+    """
     values = Values(header.metadata, str(path))
     name = header.metadata.get("general.architecture")
     known = ", ".join(map(repr, (*GGUF_ARCHITECTURES, *GGUF_ENCODERS)))
@@ -178,9 +187,10 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
     architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
     own = _KEYS | ({"rms_norm_eps": _EPS_OF_CENTRED} if architecture.centred_norms else {})
     values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in own.items()})
+    layers = gguf_file_layers(values, header, architecture)
     spread_heads(values, architecture)
     _refuse_features(values, str(name), architecture)
-    return values, architecture
+    return values, architecture, layers
 
 
 def _own_sizes(
@@ -223,7 +233,7 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
     absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
     absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
     absent = absent | ({} if architecture.may_predict else {"num_nextn_predict_layers": 0})
-    absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
+    absent = absent | (_MULTIPLIERS if architecture.multipliers in _WITHOUT_KEYS else {})
     for setting, plain in absent.items():
         if values.get(setting) not in (None, plain):
             values.refuse(setting, f"only {plain!r} is")
@@ -301,7 +311,7 @@ def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
 
 
 def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
-    if architecture.multipliers == "none":
+    if architecture.multipliers in _WITHOUT_KEYS:
         return {}
     if architecture.multipliers == "cohere":
         return {"logits_multiplier": values.number("logits_scaling", 1e-6, 1e6)}

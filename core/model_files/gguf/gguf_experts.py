@@ -11,11 +11,13 @@ from ipc.files.gguf import GgufHeader
 _FUNCTIONS = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_CHOSEN: "softmax of the chosen"}
 
 
-def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture, num_layers: int) -> ExpertParts | None:
+def gguf_experts(
+    values: Values, header: GgufHeader, architecture: Architecture, dense: tuple[int, ...]
+) -> ExpertParts | None:
     """Return the routed MLPs' properties, or None for an architecture without them.
 
-    In older files only the architecture determines whether weights sum to 1. Errors: ModelFileError,
-    UnsupportedModelError.
+    dense: the layers without a router. In older files only the architecture determines whether weights sum to 1.
+    Errors: ModelFileError, UnsupportedModelError.
     """
     row = architecture.experts
     if row is None:
@@ -26,8 +28,6 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
     size = "moe_intermediate_size" if values.get("moe_intermediate_size") is not None else "intermediate_size"
     normalises = values.boolean("norm_topk_prob", row.gguf_normalises)
     parts = expert_parts(values, "num_experts", size, normalises=normalises)
-    every = range(0 if row.beside_dense else num_layers)
-    dense = tuple(layer for layer in every if f"blk.{layer}.ffn_gate.weight" in header.tensors)
     shared = 0
     if values.get("shared_expert_intermediate_size") not in (None, 0):
         shared = values.integer("shared_expert_intermediate_size")
@@ -41,7 +41,7 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
         values.refuse("routed_scaling_factor", "only 1.0 is")
     return msgspec.structs.replace(
         parts,
-        dense_layers=dense,
+        dense_layers=() if row.beside_dense else dense,
         has_biases=row.has_biases,
         shared_size=shared,
         has_shared_gate=row.has_shared_gate and shared > 0,

@@ -8,7 +8,7 @@ from typing import Any
 
 from core.model_files.settings.values import Values
 from core.models.architectures.by_name import Architecture
-from core.models.config import Activation, Residual
+from core.models.config import Activation, Residual, RowFactors
 
 _MOST = 1e6  # largest multiplier
 #: transformers' names of activations: for MLPs with a gate, and for others.
@@ -39,11 +39,53 @@ def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any
         }
     if architecture.multipliers == "cohere":
         return {"logits_multiplier": number("logit_scale")}
+    if architecture.multipliers == "falcon":
+        return {
+            "embedding_multiplier": number("embedding_multiplier"),
+            "logits_multiplier": number("lm_head_multiplier"),
+            "factors": _falcon_factors(values, sizes),
+        }
     return {
         "embedding_multiplier": number("scale_emb"),
         "residual_multiplier": number("scale_depth") / math.sqrt(sizes["num_hidden_layers"]),
         "logits_multiplier": number("dim_model_base", sizes["hidden_size"]) / sizes["hidden_size"],
     }
+
+
+def _falcon_factors(values: Values, sizes: dict[str, Any]) -> tuple[RowFactors, ...]:
+    """Return the factors of Falcon-H1's products (Zuo et al. 2025, arXiv 2507.22448, section 3.2.2).
+
+    Those of a product's input are of its results, too.
+    """
+
+    def numbers(name: str, count: int) -> list[float]:
+        listed = values.get(name) or [1.0] * count
+        if not isinstance(listed, list) or len(listed) != count:
+            values.fail(name, f"must be {count} numbers, got {listed!r:.80}")
+        return [Values({name: one}, values.source).number(name, 1 / _MOST, _MOST) for one in listed]
+
+    before, after = (values.number(f"attention_{name}_multiplier", 1 / _MOST, _MOST, 1.0) for name in ("in", "out"))
+    gate, down = numbers("mlp_multipliers", 2)
+    own_before, own_after = (values.number(f"ssm_{name}_multiplier", 1 / _MOST, _MOST, 1.0) for name in ("in", "out"))
+    heads, keys = values.integer("mamba_n_heads"), values.integer("mamba_n_groups") * values.integer("mamba_d_state")
+    inner, hidden, head_dim = values.integer("mamba_d_ssm"), sizes["hidden_size"], sizes["head_dim"]
+    queries, pairs = sizes["num_attention_heads"] * head_dim, sizes["num_key_value_heads"] * head_dim
+    widths = inner, inner, keys, keys, heads  # gates, values, keys, queries, steps
+    factors = {
+        "self_attn.q_proj": [(queries, before)],
+        "self_attn.k_proj": [(pairs, before * values.number("key_multiplier", 1 / _MOST, _MOST, 1.0))],
+        "self_attn.v_proj": [(pairs, before)],
+        "self_attn.o_proj": [(hidden, after)],
+        "mixer.in_proj": [
+            (width, own_before * one) for width, one in zip(widths, numbers("ssm_multipliers", 5), strict=True)
+        ],
+        "mixer.out_proj": [(hidden, own_after)],
+        "mlp.gate_proj": [(sizes["intermediate_size"], gate)],
+        "mlp.down_proj": [(hidden, down)],
+    }
+    return tuple(
+        RowFactors(part, tuple(runs)) for part, runs in factors.items() if any(factor != 1.0 for _, factor in runs)
+    )
 
 
 def residuals(values: Values, architecture: Architecture) -> Residual:

@@ -20,6 +20,7 @@ from core.model_files.settings.architecture_settings import (
 )
 from core.model_files.settings.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.settings.expert_settings import experts
+from core.model_files.settings.file_layers import our_layers
 from core.model_files.settings.grid_settings import grid_architecture, grid_values, read_grid, rope_axes
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
@@ -27,7 +28,6 @@ from core.model_files.settings.pixtral_settings import read_pixtral
 from core.model_files.settings.pooled_settings import read_pooled
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
 from core.model_files.settings.rope_scaling import read_rope_scaling
-from core.model_files.settings.single_layers import join_layers
 from core.model_files.settings.text_part import text_part
 from core.model_files.settings.values import Values, model_sizes
 from core.model_files.settings.vision_settings import read_vision, text_values, vision_architecture
@@ -78,7 +78,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     if architecture.full_heads:
         of_text_alone(values)
     adjusted_sizes(values, architecture)
-    file_layers = join_layers(values) if architecture.single_layers else ()
+    file_layers = our_layers(values, architecture)
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
@@ -107,7 +107,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(values),
-        packing=read_packing(values),
+        packing=read_packing(values, multiplies=bool(features.get("factors"))),
         **sizes,
         **(rope | layer_thetas(values, architecture, sliding, rope)),
         **window,
@@ -450,8 +450,10 @@ _FORMATS = (
 )
 
 
-def read_packing(values: Values) -> Packing:
+def read_packing(values: Values, *, multiplies: bool = False) -> Packing:
     """Return how a model's matrices are packed; "none" without a quantization_config.
+
+    multiplies: they are multiplied by factors when they are read.
 
     Only settings that change the weights' numbers count. Scales of activations and of the KV cache are ignored, because
     the engine does not quantize these. Errors: ModelFileError for a value of the wrong type; UnsupportedModelError
@@ -460,6 +462,8 @@ def read_packing(values: Values) -> Packing:
     config = values.group("quantization_config")
     if config is None:
         return "none"
+    if multiplies:
+        values.refuse("quantization_config", "of an architecture without factors of products it is")
     method = _one_of(config, "quant_method", *_METHODS)
     if method == "gptq":
         return _gptq(config)

@@ -4,6 +4,7 @@ Errors of all functions: ModelFileError naming the key; UnsupportedModelError.
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -50,8 +51,10 @@ def recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str,
             return _state_space(values, layers, sizes["hidden_size"])
 
 
-def gguf_recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> RecurrentParts | None:
-    """Return the same from a GGUF file's keys, after spread_heads()."""
+def gguf_recurrent_parts(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], tensors: Collection[str]
+) -> RecurrentParts | None:
+    """Return the same from a GGUF file's keys, after spread_heads(). tensors: the names of the file's tensors."""
     layers: tuple[int, ...] = values.values.get(_LAYERS, ())
     if architecture.recurrent is None or not layers:
         return None
@@ -68,7 +71,8 @@ def gguf_recurrent_parts(values: Values, architecture: Architecture, sizes: dict
         inputs = architecture.gguf_delta_inputs
         return msgspec.structs.replace(parts, rates_are_logs=False, takes_turns=turns, inputs=inputs)
     parts = _with_heads(values, "state space", layers, "linear_conv_kernel_dim", widths)
-    return msgspec.structs.replace(parts, rates_are_logs=False, has_bias=True)
+    has_bias, has_norm = (any(name.endswith(end) for name in tensors) for end in ("ssm_conv1d.bias", "ssm_norm.weight"))
+    return msgspec.structs.replace(parts, rates_are_logs=False, has_bias=has_bias, has_norm=has_norm)
 
 
 def spread_heads(values: Values, architecture: Architecture) -> None:
@@ -134,7 +138,9 @@ def _delta(values: Values, layers: tuple[int, ...], widths: tuple[int, int, int,
 
 def _state_space(values: Values, layers: tuple[int, ...], hidden: int) -> RecurrentParts:
     heads, groups = values.integer("mamba_n_heads"), values.integer("mamba_n_groups")
-    if values.get("mamba_expand") is None:
+    if values.get("mamba_d_ssm") is not None:
+        inner = values.integer("mamba_d_ssm")
+    elif values.get("mamba_expand") is None:
         inner = heads * values.integer("mamba_d_head")
     else:
         inner = int(values.number("mamba_expand", 1e-3, 1e3) * hidden)
@@ -144,7 +150,10 @@ def _state_space(values: Values, layers: tuple[int, ...], hidden: int) -> Recurr
         values.refuse("mamba_proj_bias", "only false is")
     widths = heads, groups, values.integer("mamba_d_state"), inner // heads
     parts = _with_heads(values, "state space", layers, "mamba_d_conv", widths)
-    return msgspec.structs.replace(parts, has_bias=values.boolean("mamba_conv_bias"), steps=_steps(values))
+    has_bias, has_norm = values.boolean("mamba_conv_bias"), values.boolean("mamba_rms_norm", True)
+    if has_norm and values.boolean("mamba_norm_before_gate"):
+        values.refuse("mamba_norm_before_gate", "with mamba_rms_norm only false is")
+    return msgspec.structs.replace(parts, has_bias=has_bias, has_norm=has_norm, steps=_steps(values))
 
 
 def _steps(values: Values) -> tuple[float, float]:

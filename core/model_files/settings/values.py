@@ -62,6 +62,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "mamba_n_heads": (1, 2**10),
     "mamba_n_groups": (1, 2**10),
     "mamba_d_head": (1, 2**10),
+    "mamba_d_ssm": (1, 2**20),
     "mamba_d_state": (2, 2**10),
     "mamba_d_conv": (1, 2**6),
     "full_attention_interval": (1, 2**12),

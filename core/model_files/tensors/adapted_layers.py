@@ -30,6 +30,7 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     parts = attention | _mlp(config, is_fused=row.fused_gate_up)
     if config.recurrent is not None:
         parts |= recurrent_file_parts(config, row.delta_inputs, file_turns=False)
+    parts = _multiplied(parts, config)
 
     def name_in_code(name: str, config: ModelConfig) -> str:  # a file's layers may be halves of ours
         return json_name(name, config).replace(row.layers_name, "model.layers", 1) if config.file_layers else name
@@ -77,6 +78,15 @@ def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_
     output[k], output[v] = (_whole(k, keys - heads * size),), (FilePart(v),)
     output.setdefault(q, (_whole(q, queries),))
     return output
+
+
+def _multiplied(parts: _Parts, config: ModelConfig) -> _Parts:
+    """Return the parts with the factors of the model's products."""
+    factors = {
+        part: np.repeat(np.array([factor for _, factor in runs], np.float32), [count for count, _ in runs])
+        for part, runs in config.factors
+    }
+    return {name: tuple(one._replace(factors=factors.get(one.name)) for one in each) for name, each in parts.items()}
 
 
 def _whole(name: str, rows: Ints) -> FilePart:

@@ -33,7 +33,8 @@ def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {"mixer.rates.weight": (heads,), "mixer.step.bias": (heads,)}
         if own.kind == "state space":
             shapes["mixer.skips.weight"] = (heads,)
-        shapes["mixer.norm.weight"] = (own.value_dim if own.kind == "gated delta" else sizes.out_width,)
+        if own.has_norm:
+            shapes["mixer.norm.weight"] = (own.value_dim if own.kind == "gated delta" else sizes.out_width,)
     shapes["mixer.out_proj.weight"] = (hidden, sizes.out_width)
     if own.has_product_biases:
         shapes["mixer.out_proj.bias"] = (hidden,)

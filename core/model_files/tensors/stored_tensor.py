@@ -21,6 +21,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     is_turned: bool = False  # the file has the matrix transposed; `shape` and `order` describe the matrix
     first_row: int = 0  # for a transposed matrix: index of its first row ...
     num_rows: int = 0  # ... among this many in the file; 0 = the file has no others
+    factors: tuple[tuple[int, float], ...] = ()  # see RowFactors.runs; of the matrix as it is returned
 
 
 class PackedTensor(msgspec.Struct, frozen=True):

@@ -93,10 +93,7 @@ def json_name(name: str, config: ModelConfig) -> str:
     names = row.names
     if not name.startswith("model.layers."):
         return f"{names.get(stem, stem)}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    if config.file_layers:
-        own = config.file_layers[int(layer)]
-        layer = str(own[part.startswith(("post_attention_layernorm", "mlp."))])
+    layer, part = _place(stem, config)
     return f"{row.layers_name}.{layer}.{_part_name(part, names)}.{kind}"
 
 
@@ -108,10 +105,19 @@ def gguf_name(name: str, config: ModelConfig) -> str:
     own = ARCHITECTURES[config.architecture].gguf_names
     if stem in _GGUF_NAMES:
         return f"{own.get(stem, _GGUF_NAMES[stem])}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
+    layer, part = _place(stem, config)
     names = _GGUF_LAYER_NAMES | (_GGUF_POST_NORM_NAMES if config.post_norms else {})
     names |= own
     return f"blk.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def _place(stem: str, config: ModelConfig) -> tuple[str, str]:
+    """Return the number in files of the layer with this tensor, and the tensor's name in the layer."""
+    _, _, layer, part = stem.split(".", 3)
+    if config.file_layers:
+        own = config.file_layers[int(layer)]
+        layer = str(own[part.startswith(("post_attention_layernorm", "mlp."))])
+    return layer, part
 
 
 def is_of_further_layer(name: str, config: ModelConfig) -> bool:
@@ -122,7 +128,8 @@ def is_of_further_layer(name: str, config: ModelConfig) -> bool:
     if not (row.may_predict if name.startswith("blk.") else row.further_layers):
         return False
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
-    return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= config.num_hidden_layers)
+    num_layers = max(map(max, config.file_layers)) + 1 if config.file_layers else config.num_hidden_layers
+    return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= num_layers)
 
 
 def is_of_shared_layer(name: str, config: ModelConfig) -> bool:

@@ -93,7 +93,7 @@ def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[
     else:
         names = ("gate", "up") if config.is_gated else ("up",)
         shapes = {f"{prefix}{name}_proj.weight": (size, hidden) for name in names}
-    if config.hidden_act == "xielu":
+    if config.hidden_act == "xielu" and not config.xielu:
         shapes |= {f"{prefix}{name}.weight": (1,) for name in XIELU_NAMES}
     return shapes | {f"{prefix}down_proj.weight": (hidden, size)}
 

@@ -50,15 +50,16 @@ from ipc.tables.arrays import Ints, UInt8s
 from ipc.tables.rounding import round_up
 from kernels.cpu.library import CpuLibrary
 from kernels.dequantize import FILE_TYPES
-from kernels.elements import FLOAT32, Dtype
+from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
 #: safetensors dtype -> type name in kernels.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
-#: Ends of names of vectors without .weight: of attention sinks, and of Gemma 4's scales, in GGUF files too.
+#: Ends of names of vectors without .weight: of attention sinks, of Gemma 4's scales, in GGUF files too, and of
+#: Falcon-H1's norms there.
 _VECTORS: tuple[str, ...] = (".sinks", ".layer_scalar", ".router.scale", ".per_expert_scale")
-_VECTORS += (".ffn_gate_inp.scale", ".ffn_down_exps.scale")
+_VECTORS += (".ffn_gate_inp.scale", ".ffn_down_exps.scale", ".ffn_norm")
 _VECTORS += tuple(f".act_fn.{name}" for name in XIELU_NAMES)
 
 #: Tables of rotary embedding in files; the config contains their information already.
@@ -178,7 +179,11 @@ def _plan_gguf_tensors(
 ) -> tuple[Mapping[str, StoredTensor | PackedTensor], dict[str, StoredTensor]]:
     """Return the weights with these shapes from a GGUF file's tensors, in the kernels' order, and the other tensors."""
     found = unstacked(by_halves(like_others(tensors, config)), by_head=config.qk_norm_by_head)
-    plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in shapes.items()}
+    plan: dict[str, StoredTensor | PackedTensor] = {}
+    first: dict[str, str] = {}
+    for name, shape in shapes.items():
+        theirs = gguf_name(name, config)
+        plan[name] = plan.get(first.setdefault(theirs, name)) or _take(found, theirs, shape, path)
     if config.encoder is not None:
         return plan, found
     row = ARCHITECTURES[config.architecture]
@@ -221,7 +226,19 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
         found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
     plan, rest = _plan_tensors(found, config, expected_shapes(config), folder)
     _check_rest(rest, config)
-    return plan
+    return _with_factors(plan, config)
+
+
+def _with_factors(
+    plan: Mapping[str, StoredTensor | PackedTensor], config: ModelConfig
+) -> Mapping[str, StoredTensor | PackedTensor]:
+    """Return the plan with the factors of products, which llama.cpp's converter has applied in GGUF files."""
+    changed = dict(plan)
+    for part, runs in config.factors:
+        for name, stored in plan.items():
+            if name.endswith(f".{part}.weight"):
+                changed[name] = msgspec.structs.replace(stored, factors=runs)
+    return changed
 
 
 def _has_embedding(found: Mapping[str, StoredTensor], config: ModelConfig) -> bool:
@@ -239,9 +256,11 @@ def _plan_tensors(
     if config.encoder is None and ARCHITECTURES[config.architecture].turned_products:
         found = with_turned_products(found, ARCHITECTURES[config.architecture].layers_name)
     plan: dict[str, StoredTensor | PackedTensor] = {}
+    first: dict[str, str] = {}
     for name, shape in shapes.items():
         theirs = json_name(name, config)
-        plan[name] = _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
+        same = plan.get(first.setdefault(theirs, name))  # two of our layers may have a norm of one of the file's
+        plan[name] = same or _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
     if config.encoder is not None:
         return plan, found
     row = ARCHITECTURES[config.architecture]
@@ -388,6 +407,8 @@ class _Reading:
             parts = _unpack(stored, self._files, self._dtype).parts
             return tuple(part._replace(library=self._library) for part in parts)
         matrix = self.read(stored, after)
+        if stored.factors:
+            return StoredMatrix.of(_multiplied(matrix, stored.factors, self._dtype)).parts
         return (matrix if stored.path.suffix == ".gguf" else StoredMatrix.of(matrix.dense(self._dtype))).parts
 
     def read(self, stored: StoredTensor, after: StoredTensor | PackedTensor | None) -> StoredMatrix:
@@ -399,6 +420,13 @@ class _Reading:
         file, data = _data_of(stored, self._files)
         self._last = stored
         return _to_weight(data, stored, self._library, partial(_release, file, stored))
+
+
+def _multiplied(matrix: StoredMatrix, runs: tuple[tuple[int, float], ...], dtype: Dtype) -> Numbers:
+    """Return the matrix in dtype, rounded once, with its rows multiplied by their factors."""
+    counts, factors = zip(*runs, strict=True)
+    numbers = to_floats(matrix.own(FLOAT32)) * np.repeat(np.array(factors, np.float32), counts)[:, None]
+    return rounded(numbers, dtype)
 
 
 def _data_of(stored: StoredTensor, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:

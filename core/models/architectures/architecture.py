@@ -92,8 +92,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str  # config.json's model_type
     base_name: str  # in config.json's architectures, for a checkpoint without a head
     gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name
-    # general.architecture of models with images that use this row for their text
-    gguf_with_images: tuple[str, ...] = ()
+    # further names of general.architecture, as of models with images that use this row for their text
+    gguf_others: tuple[str, ...] = ()
     #: Defaults from transformers' config class for settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
     #: Settings for which only one value is supported; related models with other values are refused.
@@ -169,7 +169,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     may_see_all: bool = False  # the setting use_bidirectional_attention exists
     attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
-    multipliers: Literal["none", "granite", "minicpm", "cohere"] = "none"  # which family's setting names are used
+    multipliers: Literal["none", "granite", "minicpm", "cohere", "falcon"] = (
+        "none"  # which family's setting names are used
+    )
     experts: ExpertRow | None = None  # for architectures with routed MLPs
     recurrent: RecurrenceKind | None = None  # what layers without attention have instead
     delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
@@ -177,7 +179,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
     recurrent_norm_eps: float | None = None  # of the norm of a recurrent layer's results; None: that of the model
     split_convolution: bool = False  # see RecurrentParts.has_split_convolution
-    single_layers: bool = False  # a layer of the file is a mixer or an MLP (core/model_files/settings/single_layers.py)
+    #: What a layer of the file has, if it is not one of ours: a mixer or an MLP ("halves"), or two mixers that read the
+    #: same, attention and a recurrent state, and an MLP. See core/model_files/settings/file_layers.py.
+    file_layers: Literal["whole", "halves", "two mixers"] = "whole"
     head_gates: bool = False  # the matrix g_proj makes a gate for each head of attention's output
     output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
     settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it

@@ -93,7 +93,7 @@ _DENSE = (
         base_name="Qwen2Model",
         model_type="qwen2",
         gguf="qwen2",
-        gguf_with_images=("qwen2vl",),
+        gguf_others=("qwen2vl",),
         defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
         attention_bias="qkv",
         sliding="from max_window_layers",
@@ -121,7 +121,7 @@ _DENSE = (
         base_name="Qwen3Model",
         model_type="qwen3",
         gguf="qwen3",
-        gguf_with_images=("qwen3vl",),
+        gguf_others=("qwen3vl",),
         defaults={"num_key_value_heads": 32, "head_dim": 128, **QWEN_WINDOW},
         attention_bias="as configured",
         sliding="from max_window_layers",
@@ -411,7 +411,7 @@ _DENSE = (
         name="ApertusForCausalLM",
         base_name="ApertusModel",
         model_type="apertus",
-        gguf=None,
+        gguf="apertus",
         defaults={
             "hidden_act": "xielu",
             "rope_parameters": {

@@ -9,7 +9,7 @@ __all__ = ["ARCHITECTURES", "FORMS", "GGUF_ARCHITECTURES", "GGUF_ROUTED", "Archi
 
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in ROWS}
 GGUF_ARCHITECTURES: dict[str, Architecture] = {row.gguf: row for row in ROWS if row.gguf is not None}
-GGUF_ARCHITECTURES |= {name: row for row in ROWS for name in row.gguf_with_images}
+GGUF_ARCHITECTURES |= {name: row for row in ROWS for name in row.gguf_others}
 #: By general.architecture, for files with experts whose name belongs to another row.
 GGUF_ROUTED: dict[str, Architecture] = {
     row.experts.gguf: row for row in ROWS if row.experts is not None and row.experts.gguf is not None

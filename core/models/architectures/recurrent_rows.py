@@ -3,7 +3,7 @@
 import msgspec
 
 from core.models.architectures.architecture import FC_LAYER, SIGMOID, Architecture, ExpertRow
-from core.models.architectures.routed_rows import GGUF_EXPERTS
+from core.models.architectures.routed_rows import GGUF_EXPERTS, GGUF_MAMBA_NAMES, MAMBA_NAMES
 from core.models.architectures.sigmoid_rows import SIGMOID_EXPERTS
 
 _QWEN_DELTA = {
@@ -276,7 +276,8 @@ RECURRENT_ROWS = (
         name="NemotronHForCausalLM",
         base_name="NemotronHModel",
         model_type="nemotron_h",
-        gguf=None,
+        gguf="nemotron_h",
+        gguf_others=("nemotron_h_moe",),
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -319,7 +320,7 @@ RECURRENT_ROWS = (
         is_gated=False,
         unrotated="all",
         recurrent="state space",
-        single_layers=True,
+        file_layers="halves",
         experts=msgspec.structs.replace(
             SIGMOID_EXPERTS, shared_count_key=None, shared_size_key="shared_expert_intermediate_size"
         ),
@@ -341,5 +342,36 @@ RECURRENT_ROWS = (
             **{f"mlp.experts.*.{name}_proj": f"mixer.experts.*.{name}_proj" for name in ("up", "down")},
             **{f"mlp.shared_expert.{name}_proj": f"mixer.shared_experts.{name}_proj" for name in ("up", "down")},
         },
+        gguf_names={**GGUF_EXPERTS, **GGUF_MAMBA_NAMES, "post_attention_layernorm": "attn_norm"},
+    ),
+    Architecture(
+        name="FalconH1ForCausalLM",
+        base_name="FalconH1Model",
+        model_type="falcon_h1",
+        gguf="falcon-h1",
+        defaults={
+            "num_key_value_heads": 8,
+            "attention_bias": False,
+            "projectors_bias": False,
+            "mamba_d_ssm": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+        },
+        only={"attention_bias": False, "projectors_bias": False},
+        multipliers="falcon",
+        recurrent="state space",
+        file_layers="two mixers",
+        names={
+            "model.norm": "model.final_layernorm",
+            "post_attention_layernorm": "pre_ff_layernorm",
+            **{f"mlp.{name}_proj": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            **MAMBA_NAMES,
+        },
+        gguf_names=GGUF_MAMBA_NAMES,
     ),
 )

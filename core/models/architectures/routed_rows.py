@@ -26,6 +26,25 @@ DEEPSEEK_NAMES = {
     "mlp.router_correction": "mlp.gate.e_score_correction",
     **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+#: Names of the tensors of layers of Mamba-2 in safetensors, and in GGUF files.
+MAMBA_NAMES = {
+    "mixer.in_proj": "mamba.in_proj",
+    "mixer.convolution": "mamba.conv1d",
+    "mixer.rates": "mamba.A_log",
+    "mixer.step": "mamba.dt",
+    "mixer.skips": "mamba.D",
+    "mixer.norm": "mamba.norm",
+    "mixer.out_proj": "mamba.out_proj",
+}
+GGUF_MAMBA_NAMES = {
+    "mixer.in_proj": "ssm_in",
+    "mixer.convolution": "ssm_conv1d",
+    "mixer.rates": "ssm_a",
+    "mixer.step": "ssm_dt",
+    "mixer.skips": "ssm_d",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "ssm_out",
+}
 _OLMOE = Architecture(
     name="OlmoeForCausalLM",
     base_name="OlmoeModel",
@@ -109,7 +128,7 @@ ROUTED_ROWS = (
         base_name="Qwen3MoeModel",
         model_type="qwen3_moe",
         gguf="qwen3moe",
-        gguf_with_images=("qwen3vlmoe",),
+        gguf_others=("qwen3vlmoe",),
         defaults={"num_key_value_heads": 4, **QWEN_WINDOW},
         attention_bias="as configured",
         sliding="from max_window_layers",
@@ -211,23 +230,11 @@ ROUTED_ROWS = (
             **_GRANITE_MOE.names,
             "mlp.gate_up_proj": "shared_mlp.input_linear",
             "mlp.down_proj": "shared_mlp.output_linear",
-            "mixer.in_proj": "mamba.in_proj",
-            "mixer.convolution": "mamba.conv1d",
-            "mixer.rates": "mamba.A_log",
-            "mixer.step": "mamba.dt",
-            "mixer.skips": "mamba.D",
-            "mixer.norm": "mamba.norm",
-            "mixer.out_proj": "mamba.out_proj",
+            **MAMBA_NAMES,
         },
         gguf_names={
             **GGUF_EXPERTS,
-            "mixer.in_proj": "ssm_in",
-            "mixer.convolution": "ssm_conv1d",
-            "mixer.rates": "ssm_a",
-            "mixer.step": "ssm_dt",
-            "mixer.skips": "ssm_d",
-            "mixer.norm": "ssm_norm",
-            "mixer.out_proj": "ssm_out",
+            **GGUF_MAMBA_NAMES,
         },
     ),
     Architecture(

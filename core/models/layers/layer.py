@@ -116,7 +116,7 @@ def build_layer(
         mlp_norm = before("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm")
     return Layer(
         kind=kind_of(config, index),
-        input_norm=input_norm.build(operations, config, dtype),
+        input_norm=input_norm.build(operations, config, dtype, precedes=config.is_second_mixer(index)),
         mixer=mixer,
         attention_out=attention_out,
         mlp_norm=mlp_norm.build(operations, config, dtype, precedes=config.residual != "in turn"),

@@ -1,5 +1,6 @@
 """The MLPs of layers: dense, or routed, with experts that are chosen for each token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,7 +92,7 @@ def build_mlp(
         weight = parts.take_matrix(*(f"{one}.weight" for one in names))
         if config.is_gated:
             return operations.gate_up(weight, config.hidden_act, bias(*names))
-        constants = _constants(parts, name) if config.hidden_act == "xielu" else None
+        constants = _constants(parts, name, config.xielu[index : index + 1]) if config.hidden_act == "xielu" else None
         return operations.activated(weight, config.hidden_act, bias(*names), constants)
 
     def bias(*names: str) -> Floats | None:
@@ -117,9 +118,10 @@ def build_mlp(
     return RoutedMlp(operations.experts(router, experts, _routing(routed, correction, scales), shared))
 
 
-def _constants(parts: WeightParts, prefix: str) -> Floats:
-    """Return xIELU's numbers in the order of gate.h. Files have the first two before a softplus."""
-    positive, negative, beta, limit = parts.take(*(f"{prefix}{name}.weight" for name in XIELU_NAMES)).tolist()
+def _constants(parts: WeightParts, prefix: str, own: Sequence[Sequence[float]]) -> Floats:
+    """Return xIELU's numbers in the order of gate.h. Files have the first two before a softplus. own: of this layer."""
+    found = own[0] if own else parts.take(*(f"{prefix}{name}.weight" for name in XIELU_NAMES)).tolist()
+    positive, negative, beta, limit = found
     return np.array([np.logaddexp(0, positive), beta + np.logaddexp(0, negative), beta, limit], np.float32)
 
 

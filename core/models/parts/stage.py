@@ -86,6 +86,7 @@ def config_of_layers(config: ModelConfig, own: Range) -> ModelConfig:
         experts=experts,
         recurrent=recurrent,
         file_layers=config.file_layers[own.first : own.last],
+        xielu=config.xielu[own.first : own.last],
     )
 
 
@@ -109,7 +110,8 @@ def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
     for stage in range(1, num_stages):
         least = next(layer for layer in attending if layer >= bounds[-1]) + 1
         most = attending[stage - num_stages]
-        bounds.append(least + int(np.abs(ends[least : most + 1] - total * stage / num_stages).argmin()))
+        places = [layer for layer in range(least, most + 1) if not config.is_second_mixer(layer)]
+        bounds.append(places[int(np.abs(ends[places] - total * stage / num_stages).argmin())])
     return [Range(first, last) for first, last in zip(bounds, [*bounds[1:], count], strict=True)]
 
 

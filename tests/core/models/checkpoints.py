@@ -88,6 +88,7 @@ SHARED_EXPERTS = {
     "shared_expert_intermediate_size": 24,
 }
 STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 64}
+FALCON = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 64}
 _NEMOTRON = {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "chunk_size": 64}
 #: Name -> transformers' model_type and settings beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -321,6 +322,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_NEMOTRON,
         },
     ),
+    "falcon-h1": (
+        "falcon_h1",
+        {
+            "head_dim": 16,
+            **FALCON,
+            "mamba_n_groups": 2,
+            "attention_in_multiplier": 0.75,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.4,
+            "ssm_in_multiplier": 1.25,
+            "ssm_out_multiplier": 0.6,
+            "ssm_multipliers": [0.7, 0.5, 0.6, 0.9, 0.4],
+            "mlp_multipliers": [0.8, 0.6],
+            "embedding_multiplier": 5.5,
+            "lm_head_multiplier": 0.3,
+        },
+    ),
+    "falcon-h1-normed": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "mellum2": (
         "mellum",
         {

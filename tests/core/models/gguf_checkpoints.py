@@ -67,6 +67,11 @@ GGUF_CASES = {
     "qwen3-next": "qwen3next",
     "granite4-hybrid": "granitehybrid",
     "granite4-hybrid-experts": "granitehybrid",
+    "falcon-h1": "falcon-h1",
+    "falcon-h1-normed": "falcon-h1",
+    "nemotron-h": "nemotron_h",
+    "nemotron-3": "nemotron_h_moe",
+    "apertus": "apertus",
     **ROUTED_GGUF_CASES,
     **CENTRED_GGUF_CASES,
     **GEMMA4_GGUF_CASES,
@@ -91,11 +96,14 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
     )
     tensors = {}
     for name, tensor in norms_of_heads(model).items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or ".act_fn." in name:
             continue
+        if config.model_type == "nemotron_h":  # as its files have them
+            name = name.replace("model.", "backbone.", 1)
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
-        if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        is_offset = architecture.startswith("gemma") or architecture == "nemotron"
+        if is_offset and name.endswith("norm.weight"):
             tensor = tensor + 1
         if (special := special_tensors(name, tensor, config)) is not None:
             tensors |= special
@@ -112,8 +120,9 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             continue
         name, tensor = f"{name}.weight" if name.endswith(".sinks") else name, parts_in_turn(name, tensor, config)
         stem, kind = name.rsplit(".", 1)
-        tensors[f"{names.get_name(stem)}.{kind}"] = tensor
-    rope = config.rope_parameters
+        whole = names.get_name(name)  # of Falcon-H1's norms, whose name in the file has no .weight
+        tensors[whole or f"{names.get_name(stem)}.{kind}"] = tensor
+    rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = divisors(config)
     if rope.get("rope_type") == "longrope":
@@ -156,6 +165,13 @@ def divisors(config: Any) -> torch.Tensor:
     return torch.tensor(values)
 
 
+def xielu_metadata(writer: gguf.GGUFWriter, model: Any) -> None:
+    """The numbers of an Apertus's activations, which are keys."""
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        numbers = [float(getattr(layer.mlp.act_fn, name).item()) for layer in model.model.layers]
+        getattr(writer, f"add_xielu_{name}")(numbers)
+
+
 def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_name("no name")
     if writer.arch == "gemma4":
@@ -169,16 +185,19 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads(config))
     if norm_eps(config) is None:
-        writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type.startswith("lfm2") else config.rms_norm_eps)
+        name = next(name for name in ("norm_eps", "layer_norm_epsilon", "rms_norm_eps") if hasattr(config, name))
+        writer.add_layer_norm_rms_eps(getattr(config, name))
     head_dim = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        if config.model_type != "nemotron":
+        if not config.model_type.startswith("nemotron"):
             partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
             writer.add_rope_dimension_count(int(head_dim * partial))
     writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
     special_metadata(writer, config)
+    if config.model_type == "nemotron_h":
+        return
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     alpha = rope.get("alpha", 1.0)
     writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (1.0 if head_dim is None else head_dim / (head_dim - 2)))
@@ -255,6 +274,8 @@ def write_model(
     """Write a model of transformers'. more: writes further metadata. changed: what becomes of the tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     metadata(writer, model.config)
+    if architecture == "apertus":
+        xielu_metadata(writer, model)
     more(writer)
     for name, tensor in changed(converted(model, architecture)).items():
         writer.add_tensor(name, tensor.numpy())

@@ -31,6 +31,8 @@ def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, t
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if "e_score_correction" in name:
         return {f"{block}.exp_probs_b.bias": tensor.flatten()}
+    if "mixer.experts" in name:
+        return {f"{block}.ffn_{'up' if 'up_proj' in name else 'down'}_exps.weight": tensor}
     if "shared_mlp" in name and "linear" in name:  # an only MLP where there are no experts
         ending = "_shexp" if config.num_local_experts else ""
         if "output_linear" in name:

@@ -63,7 +63,9 @@ MODELS = {
         "gated delta", has_split_convolution=True, inputs=("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
     ),
     "state space": STATE_SPACE,
-    "state space of one group": recurrent("state space", STATE_SPACE, num_groups=1, channels=2 * 16 + 4 * 40),
+    "state space of one group": recurrent(
+        "state space", STATE_SPACE, num_groups=1, channels=2 * 16 + 4 * 40, has_norm=False
+    ),
 }
 
 

@@ -51,8 +51,8 @@ _STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 
 
 _INPUTS = ("q_proj", "k_proj", "v_proj", "z_proj", "b_proj", "a_proj")
 
-#: Two layers without MLPs, a routed MLP without gates, and a table of positions.
-_WITHOUT_MLPS: dict[str, Any] = {"file_layers": ((0, 1), (2, -1), (3, -1)), "is_gated": False, "hidden_act": "relu2"}
+#: Two layers without MLPs, which read the same; a routed MLP without gates, and a table of positions.
+_WITHOUT_MLPS: dict[str, Any] = {"file_layers": ((0, 1), (2, -1), (2, -1)), "is_gated": False, "hidden_act": "relu2"}
 _WITHOUT_MLPS |= {
     "experts": msgspec.structs.replace(_SHARED, has_shared_gate=False, dense_layers=()),
     "position_table": True,

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_the_kernel_computes_its_definition(name: str, dtype: Dtype, library: Cp
     error = np.abs(to_floats(got) - expected) / (1 + np.abs(expected))
     assert error.max() < tolerance
     assert np.abs(expected).max() > 1
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_a_state_space_may_have_no_norm(dtype: Dtype, library: CpuLibrary) -> None:
+    sizes = SIZES["state space"]
+    parts, tokens = replace(parts_of(sizes), norm=None), tokens_of(sizes, 20, dtype)
+    got, _ = alone(CpuRecurrence(library, parts, dtype, OFFSET), tokens)
+    expected = recur(parts, to_floats(tokens), np.zeros(sizes.state_size, np.float32))
+    error = np.abs(to_floats(got) - expected) / (1 + np.abs(expected))
+    assert error.max() < (2e-5 if dtype == FLOAT32 else 2**-8)
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -294,9 +294,14 @@ INLINE void gate_row(const RecurrenceStep *args, int64_t token, float *to, const
     }
 }
 
-/* Normalise each group of a row of gated results. */
+/* Normalise each group of a row of gated results; without weights it is only rounded. */
 INLINE void norm_row(const float *gated, const float *weight, char *out, int64_t width, int64_t size, float eps,
                      const int dtype) {
+    if (!weight) {
+        for (int64_t i = 0; i < width; i += LANES)
+            store_some(out, i, width - i, load_some(gated, i, width - i, FLOAT32), dtype);
+        return;
+    }
     for (int64_t first = 0; first < width; first += size)
         normalise(gated + first, FLOAT32, weight + first, eps, size, out + first * element_bytes(dtype), dtype);
 }

@@ -31,7 +31,7 @@ typedef struct {
     const float *kernel; /* [taps, channels]: the oldest token's first */
     const float *bias;   /* [channels]; or NULL */
     const float *rates, *step_biases, *skips; /* [num_heads]; skips may be NULL */
-    const float *norm;   /* [value_dim], or of STATE_SPACE [num_heads * value_dim] */
+    const float *norm;   /* [value_dim], or of STATE_SPACE [num_heads * value_dim], or NULL: it has no norm */
     int64_t channels, width; /* width: of a row of the input */
     int64_t state_offset;    /* of the layer's state in a request's */
     int32_t kind, dtype, taps;
@@ -60,7 +60,7 @@ typedef struct {
 
 /* What a step of STATE_SPACE leaves to do if it has written `gated`. */
 typedef struct {
-    const float *gated, *weight; /* [num_rows, width]; [width] */
+    const float *gated, *weight; /* [num_rows, width]; [width], or NULL: rows are only rounded */
     void *out;                   /* [num_rows, width] of dtype */
     int64_t num_rows, width, size; /* size: numbers that are normalised together */
     float eps;

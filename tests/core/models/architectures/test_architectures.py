@@ -150,6 +150,7 @@ WRONG: list[tuple[str, str, Any]] = [
     ("granite", "embedding_multiplier", 1.0),
     ("granite", "residual_multiplier", 1.0),
     ("granite", "logits_multiplier", 1.0),
+    ("falcon-h1", "factors", ()),
     ("glm4", "rotary_dim", 8),
     ("exaone4", "unrotated_layers", ()),
     ("ministral3", "query_growth", None),

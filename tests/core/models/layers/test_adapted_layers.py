@@ -50,9 +50,10 @@ CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air")
 CASES += ("gemma4-e2b", "gemma4-31b", "gemma4-26b-a4b")
 #: Layers with recurrent states: convolutions, gated delta nets with gates of attention, by head groups in one file, and
 #: with experts, and Mamba-2, with MLPs and without.
-CASES += ("lfm2", "qwen3.5", "qwen3-next", "granite4-hybrid", "nemotron-h", "olmo-hybrid")
-#: Whose GGUF files have two matrices in place of one: an adapter there does not fit a model from safetensors.
-NO_GGUF_ADAPTER = ("qwen3-next", "granite4-hybrid")
+CASES += ("lfm2", "qwen3.5", "qwen3-next", "granite4-hybrid", "nemotron-h", "olmo-hybrid", "falcon-h1")
+#: Whose GGUF files have two matrices in place of one, or factors in matrices: an adapter there does not fit a model
+#: from safetensors, or only up to a rounding.
+NO_GGUF_ADAPTER = ("qwen3-next", "granite4-hybrid", "falcon-h1")
 RANK, ALPHA = 4, 6.0
 
 Pairs = dict[str, tuple[Floats, Floats]]
@@ -163,6 +164,7 @@ def write_gguf(path: Path, model: Any, architecture: str, pairs: Pairs) -> Path:
                 rows = in_turns(name, rows, config).contiguous()
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             rows = interleaved(rows, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
+        name = name.replace("model.", "backbone.", config.model_type == "nemotron_h")  # as its files have them
         for part, numbers in (("lora_a", a), ("lora_b", rows.numpy())):
             writer.add_tensor(f"{names.get_name(name)}.weight.{part}", numbers)
     writer.write_header_to_file()

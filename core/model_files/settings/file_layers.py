@@ -1,9 +1,12 @@
-"""Models whose files have a mixer or an MLP as a layer (Nemotron-H): both halves of one of our layers are joined.
+"""Models whose files have other layers than ours, which are a mixer and perhaps an MLP.
 
-An MLP belongs to the mixer before it. Two mixers may follow each other: then the first one's layer has no MLP.
+If a layer of the file is a mixer or an MLP (Nemotron-H), an MLP belongs to the mixer before it. Two mixers may follow
+each other: then the first one's layer has no MLP. If a layer of the file has two mixers that read the same (Falcon-H1),
+it becomes two layers, the first of which has no MLP.
 """
 
 from core.model_files.settings.values import Values
+from core.models.architectures.architecture import Architecture
 
 #: Names of the kinds of layers in layers_block_type, and letters in hybrid_override_pattern -> ours.
 _KINDS = {
@@ -14,11 +17,31 @@ _KINDS = {
 }
 
 
-def join_layers(values: Values) -> tuple[tuple[int, int], ...]:
-    """Return ModelConfig.file_layers, and set the kinds and the number of the joined layers.
+def our_layers(values: Values, architecture: Architecture) -> tuple[tuple[int, int], ...]:
+    """Return ModelConfig.file_layers, and set the kinds and the number of our layers, if they are others.
 
     Errors: ModelFileError naming the key; UnsupportedModelError.
     """
+    match architecture.file_layers:
+        case "halves":
+            return _joined(values)
+        case "two mixers":
+            return _divided(values)
+        case _:
+            return ()
+
+
+def _divided(values: Values) -> tuple[tuple[int, int], ...]:
+    count = values.integer("num_hidden_layers")
+    values.values = {
+        **values.values,
+        values.key("num_hidden_layers"): 2 * count,
+        "layer_types": ["mamba", "full_attention"] * count,
+    }
+    return tuple((layer, mlp) for layer in range(count) for mlp in (-1, layer))
+
+
+def _joined(values: Values) -> tuple[tuple[int, int], ...]:
     key = "layers_block_type" if values.get("layers_block_type") is not None else "hybrid_override_pattern"
     names = values.get(key)
     if not isinstance(names, str if key == "hybrid_override_pattern" else list) or not 0 < len(names) <= 2**12:
