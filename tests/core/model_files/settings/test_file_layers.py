@@ -155,7 +155,7 @@ def test_others_of_falcon_are_refused(
 
 
 def write_gguf(path: Path, architecture: str, **more: Any) -> Path:
-    """A file of three layers without tensors. more: keys after the name of the architecture, or those with a dot first."""
+    """A file of three layers without tensors. more: keys after the name of the architecture, or those with a dot."""
     writer = gguf.GGUFWriter(path, architecture)
     keys = {"vocab_size": 300, "embedding_length": 48, "block_count": 3, "context_length": 1024, **more}
     keys |= {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}
