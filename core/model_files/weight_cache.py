@@ -3,7 +3,8 @@
 The files are in $XDG_CACHE_HOME/engine-core/weights (by default ~/.cache/...). Only its owner may access the folder.
 A file's name is a digest of all that its bytes depend on: the model's files, the kernels, the code that packs, the form
 of the weights, and the part of the model. It holds no addresses, so engines of one model share its memory if the system
-keeps files in huge pages (Linux 6.x on ext4, XFS or btrfs); otherwise each has a copy.
+keeps files in huge pages (Linux 6.x on ext4, XFS or btrfs). Otherwise an engine copies it into huge pages, in which
+products read it faster, in a thread next to its first requests.
 
 A file is (little-endian): 16 bytes _MAGIC; the header's length in 8 bytes; the SHA-256 of the header; digest_of() all
 data; the header, a msgpack map of names to entries; and from the next multiple of _PAGE on, the data. Whatever is
@@ -17,7 +18,8 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -32,7 +34,7 @@ from kernels.cpu.build import CpuLibraryError
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.library_file import private_folder
 from kernels.cpu.packed_weights import digest_of
-from kernels.memory.huge_pages import is_in_huge_pages
+from kernels.memory.huge_pages import is_in_huge_pages, move_to_huge_pages
 
 _MAGIC = b"packed weights 1"
 _DIGEST_BYTES, _HEADER_AT = 32, len(_MAGIC) + 8 + 2 * 32
@@ -93,12 +95,19 @@ class WeightCache:
         return packed
 
     def keep(self) -> threading.Thread | None:
-        """Once the model is loaded, write its file in a thread, unless it has one. Return the thread."""
+        """Once the model is loaded, write its file in a thread, unless it has one. Return the thread.
+
+        If it has one, the thread moves the weights into huge pages, unless they are there.
+        """
         made, self._made = self._made, {}
-        if not self._misses or self._path is None:
+        if self._path is None or not made:
             return None
-        arguments = self._path, made, self._library, self._max_bytes
-        thread = threading.Thread(target=_keep, args=arguments, name="weight-cache", daemon=True)
+        work = partial(_keep, self._path, made, self._library, self._max_bytes)
+        if not self._misses:
+            if self._data.nbytes < _PAGE:
+                return None
+            work = partial(_move, self._data)
+        thread = threading.Thread(target=work, name="weight-cache", daemon=True)
         thread.start()
         return thread
 
@@ -149,23 +158,32 @@ def _read(fd: int, library: CpuLibrary) -> tuple[dict[str, _Entry], UInt8s]:
     begin = round_up(_HEADER_AT + size, _PAGE)
     if len(mapping) != begin + max((entry.end for entry in entries.values()), default=0):
         raise ValueError("its end is missing")
-    with contextlib.suppress(OSError):  # an older kernel; the pages come one by one then
-        mapping.madvise(_POPULATE_READ)
+    for advice in (mmap.MADV_HUGEPAGE, _POPULATE_READ):  # what must be read comes in huge pages, if the system can
+        with contextlib.suppress(OSError):  # an older kernel; the pages come one by one then
+            mapping.madvise(advice)
     data = np.frombuffer(mapping, np.uint8)[begin:]
-    if not is_in_huge_pages(data):  # products read them faster, so they are worth the copy
-        copy = library.allocate(data.nbytes)
-        copy[: data.nbytes] = data
-        data = copy
     if digest_of(library, data) != digests[_DIGEST_BYTES:]:
         raise ValueError("its data is damaged")
     data.flags.writeable = False
     return entries, data
 
 
+def _come_last() -> None:
+    """Give this thread the least share of the CPUs: requests come first."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _move(data: UInt8s) -> None:
+    """Move mapped weights into huge pages."""
+    _come_last()
+    if not is_in_huge_pages(data):
+        move_to_huge_pages(data)
+
+
 def _keep(path: Path, made: dict[str, Packed], library: CpuLibrary, max_bytes: int) -> None:
     """Write the file, and remove others if there are too many bytes. Say why if it cannot be written."""
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)  # of this thread: requests come first
+    _come_last()
     entries, end = dict[str, _Entry](), 0
     for name, (data, facts) in made.items():
         begin = round_up(end, _ALIGNMENT)
@@ -201,16 +219,35 @@ def _private(path: str, flags: int) -> int:
 
 def _write(fd: int, header: bytes, begin: int, pieces: Iterable[tuple[int, UInt8s]], library: CpuLibrary) -> None:
     """Write the data, which begins at `begin`, then the beginning with the digests. Errors: OSError."""
-    for place, data in pieces:
-        for first in range(0, data.nbytes, _PIECE):
-            piece, at = data[first : first + _PIECE].data, place + first
-            while piece:
-                written = os.pwrite(fd, piece, at)
-                piece, at = piece[written:], at + written
+    for place, piece in _in_pieces(pieces, begin):
+        rest, at = piece.data, place
+        while rest:
+            written = os.pwrite(fd, rest, at)
+            rest, at = rest[written:], at + written
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping, library.alone():
         digest = digest_of(library, np.frombuffer(mapping, np.uint8)[begin:])
     digests = hashlib.sha256(header).digest() + digest
     os.pwrite(fd, _MAGIC + len(header).to_bytes(8, "little") + digests + header, 0)
+
+
+def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tuple[int, UInt8s]]:
+    """Yield pieces of _PIECE bytes, from `begin` on, with these bytes at ascending places: (place, bytes).
+
+    The system keeps what is written in whole huge pages in such pages.
+    """
+    whole, used = np.zeros(_PIECE, np.uint8), 0
+    for place, data in pieces:
+        done = 0
+        while done < data.nbytes:
+            if place + done >= begin + _PIECE:
+                yield begin, whole
+                begin, used, whole = begin + _PIECE, 0, np.zeros(_PIECE, np.uint8)
+                continue
+            at = place + done - begin
+            part = data[done : done + _PIECE - at]
+            whole[at : at + len(part)] = part
+            done, used = done + len(part), at + len(part)
+    yield begin, whole[:used]
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Requests to the system about a large array's memory: huge pages, and pages before they are written."""
+"""Requests to the system about a large array's memory: huge pages, and pages before they are written or replaced."""
 
 import ctypes
 import mmap
@@ -8,6 +8,9 @@ from kernels.rounding import round_up
 
 _HUGE = 2 << 20  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+_FAILED = ctypes.c_void_p(-1).value  # what mmap and mremap return then
+_MAY_MOVE_FIXED = 3  # MREMAP_MAYMOVE | MREMAP_FIXED
+_PIECE = 8 * _HUGE  # bytes moved at a time
 
 
 def want_huge_pages(array: Numbers) -> None:
@@ -44,6 +47,42 @@ def is_in_huge_pages(array: Numbers) -> bool:
     except OSError:
         return False
     return 2 * 1024 * huge_kb >= array.nbytes
+
+
+def move_to_huge_pages(array: Numbers) -> None:
+    """Replace the memory of bytes [n] that nobody writes by a copy in huge pages, piece by piece.
+
+    The addresses stay, and other threads may read the bytes: the system puts each piece in place of the old one in one
+    call (mremap). The ends that fill no huge page stay as they are. If the first piece is not in huge pages after
+    that, the system has none to spare, and the rest stays as it is.
+    """
+    first, last = round_up(array.ctypes.data, _HUGE), (array.ctypes.data + array.nbytes) // _HUGE * _HUGE
+    for begin in range(first, last, _PIECE):
+        size, at = min(_PIECE, last - begin), begin - array.ctypes.data
+        if not _replace(begin, size) or (begin == first and not is_in_huge_pages(array[at : at + size])):
+            return
+
+
+def _replace(address: int, size: int) -> bool:
+    """Put a copy in huge pages in place of this memory, whole huge pages. Return whether that was possible."""
+    libc, room = ctypes.CDLL(None), size + _HUGE
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    where: list[object] = [None, ctypes.c_size_t(room), mmap.PROT_READ | mmap.PROT_WRITE]
+    made = libc.mmap(*where, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_size_t(0))
+    if made == _FAILED:
+        return False
+    copy = round_up(made, _HUGE)
+    _advise(copy, size, mmap.MADV_HUGEPAGE)
+    ctypes.memmove(copy, address, size)
+    pointers = ctypes.c_void_p(copy), ctypes.c_size_t(size)
+    is_moved = not libc.mprotect(*pointers, mmap.PROT_READ) and (
+        libc.mremap(*pointers, ctypes.c_size_t(size), _MAY_MOVE_FIXED, ctypes.c_void_p(address)) == address
+    )
+    rest = [(made, copy - made), (copy + size, made + room - copy - size)] if is_moved else [(made, room)]
+    for begin, length in rest:
+        if length:
+            libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(length))
+    return is_moved
 
 
 def give_back_pages(array: Numbers) -> None:

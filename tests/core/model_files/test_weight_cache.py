@@ -93,6 +93,23 @@ def test_a_matrix_more_is_packed_and_kept_with_the_others(folder: Path) -> None:
         cache.take(name, never)
 
 
+@pytest.mark.parametrize("is_huge", [True, False])
+def test_a_file_that_is_not_in_huge_pages_is_moved_there(
+    is_huge: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrices fill more than one of the pieces in which a file is written."""
+    large, moved = {name: packed(seed, 5 << 20) for seed, name in enumerate("abc")}, list[Any]()
+    for _ in range(2):
+        cache = WeightCache(["model"], LIBRARY, MANY)
+        taken = {name: cache.take(name, lambda name=name: large[name])[0] for name in large}  # type: ignore[misc]
+        monkeypatch.setattr(weight_cache, "is_in_huge_pages", lambda _: is_huge)
+        monkeypatch.setattr(weight_cache, "move_to_huge_pages", moved.append)
+        keep(cache)
+    assert [len(data) >= 15 << 20 for data in moved] == [True] * (not is_huge)
+    for name, data in taken.items():
+        assert np.array_equal(data, large[name][0])
+
+
 def change(at: int) -> Callable[[Path], None]:
     def write(file: Path) -> None:
         content = bytearray(file.read_bytes())
