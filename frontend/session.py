@@ -30,6 +30,7 @@ from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_prompts import render_prompts
 from frontend.text.chat_template import render_chat
+from frontend.text.known_tokenizers import KnownTokenizers
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ class EngineHandle:
     without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer:
     use token ids only. start_timeout, connect_timeout: seconds. restart: whether an engine that dies is restarted and
     its requests continue. client_name: this client's name in the engine. options: those of EngineConfig; with connect
-    only chat_template, which then applies to this client. Errors:
+    only chat_template, which then applies to this client. known: tokenizers of earlier sessions with engines. Errors:
     ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -90,6 +91,7 @@ class EngineHandle:
         restart: bool,
         client_name: str,
         options: Mapping[str, Any],
+        known: KnownTokenizers | None = None,
     ) -> None:
         if isinstance(seed, bool) or not isinstance(seed, (int, type(None))):
             raise ConfigError(f"seed must be an integer, got {seed!r}")
@@ -105,7 +107,8 @@ class EngineHandle:
         self._text_source = read_path("tokenizer", tokenizer)
         self._skip_tokenizer = skip_tokenizer
         self.tokenizer: Tokenizer | None = None
-        self._files: dict[str, bytes] = {}
+        self._files: Mapping[str, bytes] = {}
+        self._known = KnownTokenizers(0) if known is None else known
         if connect is None:
             config = config_from_options(model=read_path("model", model), **options)
             self._start(config, start_timeout, connect_timeout, restart)
@@ -386,7 +389,7 @@ class EngineHandle:
             if self._text_source is not None:
                 self._load(read_tokenizer_files(Path(self._text_source)) | template)
             else:
-                self._load(self.client.tokenizer_files().files | template)
+                self._load_theirs(template)
         except BaseException:
             self.client.close()
             raise
@@ -401,6 +404,17 @@ class EngineHandle:
     def _load(self, files: dict[str, bytes]) -> None:
         if files or self._text_source is not None:
             self.tokenizer, self._files = Tokenizer.from_files(files), files
+
+    def _load_theirs(self, template: dict[str, bytes]) -> None:
+        """Load the engine's files, unless their tokenizer is known. template: the caller's own, or nothing."""
+        files_hash = self.client.welcome.tokenizer_hash
+        found = None if template else self._known.get(files_hash)
+        if found is not None:
+            self.tokenizer, self._files = found
+            return
+        self._load(self.client.tokenizer_files().files | template)
+        if self.tokenizer is not None and not template:
+            self._known.put(files_hash, self.tokenizer, self._files)
 
     def _check_hash(self, files: dict[str, bytes]) -> None:
         theirs, ours = self.client.welcome.tokenizer_hash, tokenizer_hash(files)

@@ -22,6 +22,7 @@ from frontend.http.service import MODEL_NOT_FOUND, Service
 from frontend.http.shared import Shared
 from frontend.http.wire.server import open_engine
 from frontend.session import EngineHandle
+from frontend.text.known_tokenizers import KnownTokenizers
 from ipc.errors import EngineCoreError
 
 MAX_WAIT_S = 900.0
@@ -45,6 +46,7 @@ class ManyModels:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tokenizers = KnownTokenizers()
         self._loop = asyncio.get_running_loop()
         link.on_message = self._on_message
         self._on_message(link.known)
@@ -230,7 +232,7 @@ class ManyModels:
         """Open a session with a model's engine, on a thread, and serve it."""
         card = self.cards[name]
         try:
-            engine = await asyncio.to_thread(_opened, address)
+            engine = await asyncio.to_thread(_opened, address, self._tokenizers)
         except EngineCoreError as error:
             _log.error("no session with the model %s: %s", name, error)
             self._failures[name] = str(error)
@@ -268,9 +270,9 @@ def may_manage(request: Request) -> bool:
     return request.key is None or request.key.manages
 
 
-def _opened(address: str) -> EngineHandle:
+def _opened(address: str, known: KnownTokenizers) -> EngineHandle:
     """Return a session with a model's engine, with what takes long: a bound on its texts."""
-    engine = open_engine(address)
+    engine = open_engine(address, known=known)
     try:
         if engine.tokenizer is not None:
             _ = engine.tokenizer.bound

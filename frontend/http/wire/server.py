@@ -33,6 +33,7 @@ from frontend.http.wire.listen import close_http
 from frontend.http.wire.local_caller import LocalCaller
 from frontend.http.wire.protocol import Bounds, HttpProtocol, sweep
 from frontend.session import EngineHandle
+from frontend.text.known_tokenizers import KnownTokenizers
 
 _TICK_S = 1.0
 _LAST_BYTES_S = 2.0  # time for peers to read the end of their answers
@@ -235,8 +236,13 @@ def one_model(engine: EngineHandle, options: HttpOptions) -> Callable[[Shared], 
     return lambda shared: Service(engine, options, shared)
 
 
-def open_engine(address: str, client_name: str = "http", chat_template: str | None = None) -> EngineHandle:
-    """Return a session with the engine at this address. chat_template: instead of the engine's.
+def open_engine(
+    address: str,
+    client_name: str = "http",
+    chat_template: str | None = None,
+    known: KnownTokenizers | None = None,
+) -> EngineHandle:
+    """Return a session with the engine at this address. chat_template: instead of the engine's. known: of earlier ones.
 
     Errors: those of EngineHandle.
     """
@@ -251,6 +257,7 @@ def open_engine(address: str, client_name: str = "http", chat_template: str | No
         client_name=client_name,
         restart=False,
         options={"chat_template": chat_template},
+        known=known,
     )
 
 

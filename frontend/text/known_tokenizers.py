@@ -1,0 +1,33 @@
+"""KnownTokenizers: the tokenizers of earlier sessions, for engines that start again with the same files."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from frontend.text.tokenizer import Tokenizer
+
+
+class KnownTokenizers:
+    """The last `most` tokenizers and their files, by the hash of the files. It may be used by several threads.
+
+    To make the tokenizer of 150,000 tokens takes more than half a second of CPU time.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._known: OrderedDict[str, tuple[Tokenizer, Mapping[str, bytes]]] = OrderedDict()
+
+    def get(self, files_hash: str) -> tuple[Tokenizer, Mapping[str, bytes]] | None:
+        """Return a tokenizer, with bounds of its own, and its files; None: it is not known."""
+        found = self._known.pop(files_hash, None)
+        if found is None:
+            return None
+        self._known[files_hash] = found
+        return copy.copy(found[0]), found[1]
+
+    def put(self, files_hash: str, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
+        """Keep a tokenizer. The least recently used ones are forgotten. files_hash: "" = it has no files."""
+        if files_hash:
+            self._known[files_hash] = (tokenizer, files)
+            while len(self._known) > self._most:
+                self._known.pop(next(iter(self._known)), None)
