@@ -114,6 +114,12 @@ def read_gguf(path: Path) -> GgufHeader:
     return _kept[path, state]
 
 
+def read_gguf_tensors(path: Path) -> dict[str, GgufTensor]:
+    """Return the tensors of read_gguf() without reading the vocabulary, if the header is not kept. Errors: the same."""
+    kept = _kept.get((path, _state_of(path)))
+    return (_read_header(path, skips_strings=True) if kept is None else kept).tensors
+
+
 def forget_gguf() -> None:
     """Free the memory of the headers that read_gguf() keeps."""
     _kept.clear()
@@ -132,9 +138,9 @@ def _state_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _read_header(path: Path) -> GgufHeader:
+def _read_header(path: Path, *, skips_strings: bool = False) -> GgufHeader:
     with map_file(path) as data:
-        cursor = _Cursor(data, str(path))
+        cursor = _Cursor(data, str(path), skips_strings=skips_strings)
         version, num_tensors, metadata = _read_metadata(cursor)
         metadata_bytes = cursor.position
         alignment = _alignment(cursor, metadata)
@@ -164,11 +170,12 @@ def cut_gguf_metadata(path: Path) -> bytes:
 
 
 class _Cursor:
-    """A position in the header. Nothing is read past `end`."""
+    """A position in the header. Nothing is read past `end`. skips_strings: arrays of strings are read as empty ones."""
 
-    def __init__(self, data: bytes | mmap.mmap, source: str) -> None:
+    def __init__(self, data: bytes | mmap.mmap, source: str, *, skips_strings: bool = False) -> None:
         self.data = data
         self.source = source
+        self.skips_strings = skips_strings
         self.position = 0
         self.end = min(len(data), MAX_HEADER_BYTES)
 
@@ -234,7 +241,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> GgufValue:
     if count > MAX_ARRAY_LENGTH:
         cursor.fail(f"array {key!r:.80} has {count} elements; at most {MAX_ARRAY_LENGTH} are allowed")
     if kind == _STRING:
-        return _read_strings(cursor, count, key)
+        return (_skip_strings if cursor.skips_strings else _read_strings)(cursor, count, key)
     return _read_numbers(cursor, kind, count, key)
 
 
@@ -273,6 +280,20 @@ def _read_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
         cursor.read_string(f"string {len(strings)} of {key!r:.80}")
         raise AssertionError(f"string {len(strings)} of {count} at byte {position} is valid after all")
     return strings
+
+
+def _skip_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
+    """Go past strings, whatever bytes they have, and return none."""
+    cursor.check_count(count, 8, f"strings of {key!r:.80}")
+    data, end, position, unpack = cursor.data, cursor.end, cursor.position, _U64.unpack_from
+    for index in range(count):
+        length = unpack(data, position)[0] if position + 8 <= end else 0
+        if position + 8 + length > end:
+            cursor.position = position
+            cursor.read_string(f"string {index} of {key!r:.80}")
+        position += 8 + length
+    cursor.position = position
+    return []
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, GgufValue]) -> int:

@@ -43,7 +43,7 @@ from core.models.config import XIELU_NAMES, ModelConfig, Packing
 from core.models.layers.rope_scaling import LongropeScaling
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf import read_gguf
+from ipc.files.gguf import read_gguf_tensors
 from ipc.files.mapped_file import map_file
 from ipc.files.safetensors import read_safetensors, read_safetensors_folder
 from ipc.tables.arrays import Ints, UInt8s
@@ -191,7 +191,7 @@ def _plan_gguf_tensors(
 
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
-    tensors = read_gguf(path).tensors.items()
+    tensors = read_gguf_tensors(path).items()
     return {ended_name(n): StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
 
 

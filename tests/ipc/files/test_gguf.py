@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf import TENSOR_TYPES, cut_gguf_metadata, parse_gguf_metadata, read_gguf
+from ipc.files.gguf import (
+    TENSOR_TYPES,
+    cut_gguf_metadata,
+    forget_gguf,
+    parse_gguf_metadata,
+    read_gguf,
+    read_gguf_tensors,
+)
 from ipc.files.model_files import resolve_model
 
 VALUES: dict[str, tuple[Any, gguf.GGUFValueType]] = {
@@ -101,6 +108,8 @@ def test_every_value_type_and_tensor_as_the_gguf_package_reads_them(sample: Path
         )
         for tensor in oracle.tensors
     ]
+    forget_gguf()
+    assert read_gguf_tensors(sample) == header.tensors
     assert header.data_offset == oracle.data_offset
     assert header.file_bytes == sample.stat().st_size
 
@@ -155,6 +164,9 @@ def test_truncation_at_every_byte(sample: Path, tmp_path: Path) -> None:
         os.truncate(path, size)
         with pytest.raises(ModelFileError, match=r"short\.gguf"):
             read_gguf(path)
+        if size % 5 == 0:
+            with pytest.raises(ModelFileError, match=r"short\.gguf"):
+                read_gguf_tensors(path)
     metadata = cut_gguf_metadata(sample)
     for size in range(len(metadata)):
         with pytest.raises(ModelFileError, match="byte"):

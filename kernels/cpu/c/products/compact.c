@@ -36,9 +36,9 @@ static void pack_slice(const GemmPack *args, int64_t panel, int64_t first, Slice
     gemm_pack_steps(args, panel, first * 2, (first + slice->count) * 2, slice->weights);
 }
 
-/* Find the 16 most frequent upper bytes. All weights are counted: a sample would miss rare bytes, which make pairs
- * whole. */
-static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16]) {
+/* Find the 16 most frequent upper bytes; return how many weights have others. All weights are counted: a sample would
+ * miss rare bytes, which make pairs whole. */
+static int64_t choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16]) {
     uint32_t counts[4][256] = {0}; /* four, because equal values in a row would wait for each other's increment */
     Slice slice;
     for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
@@ -47,15 +47,22 @@ static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16])
         for (int i = 0; i < slice.count * 4 * PANEL_COLUMNS; i += 4)
             for (int j = 0; j < 4; j++) counts[j][weights[i + j] >> 8]++;
     }
-    for (int value = 0; value < 256; value++)
+    int values[256], num_values = 0; /* those that occur: a tenth of all */
+    int64_t num_others = 0;
+    for (int value = 0; value < 256; value++) {
         counts[0][value] += counts[1][value] + counts[2][value] + counts[3][value];
+        num_others += counts[0][value];
+        if (counts[0][value]) values[num_values++] = value;
+    }
     for (int code = 0; code < 16; code++) {
         int best = 0;
-        for (int value = 1; value < 256; value++)
-            if (counts[0][value] > counts[0][best]) best = value;
+        for (int i = 0; i < num_values; i++)
+            if (counts[0][values[i]] > counts[0][best]) best = values[i];
         upper[code] = (uint8_t)best;
+        num_others -= counts[0][best];
         counts[0][best] = 0;
     }
+    return num_others;
 }
 
 /* Split a step's weights into lower bytes and codes of upper bytes, in the order of compact.h. Return whether all have
@@ -130,8 +137,8 @@ INLINE int encode_pair(uint16_t weights[2][PANEL_COLUMNS * 2], const uint8_t upp
 static void plan_panel(const GemmPack *args, int64_t panel) {
     PanelPlan *plan = plan_of(args, panel);
     Slice slice;
-    choose_table(args, panel, plan->upper);
     plan->num_whole = 0;
+    if (!choose_table(args, panel, plan->upper)) return;
     for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
         pack_slice(args, panel, first, &slice);
         char encoded[PAIR_BYTES];

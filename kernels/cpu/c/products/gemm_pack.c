@@ -1,6 +1,6 @@
 #include "products/gemm.h"
 #include "threads/pool.h"
-#include "math/vectors.h"
+#include "math/vector_math.h"
 
 static int64_t num_steps(int64_t depth, int dtype) { return dtype == FLOAT32 ? depth : (depth + 1) / 2; }
 
@@ -40,20 +40,40 @@ INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int 
     return low | high << 16;
 }
 
-/* Return the source row of a panel's column. A missing column gets the first column's row; its sums are not used. */
-static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
-    const int64_t parts = args->is_gated ? 2 : 1;
-    const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
-    int64_t index = panel * in_panel + column % in_panel;
-    if (index >= in_source) index = panel * in_panel, column = 0;
-    const int64_t row = column / in_panel * in_source + index;
-    return (const char *)args->source + row * args->source_stride * element_bytes(args->source_dtype);
+/* Find the source rows of a panel's columns. A missing column gets the first column's row; its sums are not used. */
+INLINE void find_rows(const GemmPack *args, int64_t panel, const char *rows[PANEL_COLUMNS]) {
+    const int64_t in_panel = args->is_gated ? PANEL_COLUMNS / 2 : PANEL_COLUMNS, first = panel * in_panel;
+    const int64_t in_source = args->is_gated ? args->num_columns / 2 : args->num_columns;
+    const int64_t stride = args->source_stride * element_bytes(args->source_dtype);
+    for (int64_t column = 0; column < PANEL_COLUMNS; column++) {
+        const int64_t is_second = column >= in_panel, index = first + column - is_second * in_panel;
+        const int64_t row = index < in_source ? is_second * in_source + index : first;
+        rows[column] = (const char *)args->source + row * stride;
+    }
+}
+
+/* Pack steps that need no conversion, as many at a time as a vector has lanes. Return the first one that is left. */
+INLINE int64_t pack_squares(const char *const *rows, int64_t first, int64_t last, uint32_t *to) {
+    for (; first + LANES <= last; first += LANES, to += LANES * PANEL_COLUMNS)
+        for (int64_t column = 0; column < PANEL_COLUMNS; column += LANES) {
+            Floats square[LANES];
+            for (int64_t i = 0; i < LANES; i++) square[i] = load_floats(rows[column + i] + first * 4);
+            transpose(square);
+            for (int64_t i = 0; i < LANES; i++) store_floats(to + i * PANEL_COLUMNS + column, square[i]);
+        }
+    return first;
 }
 
 INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, uint32_t *to,
                        const int source_dtype, const int dtype) {
     const char *rows[PANEL_COLUMNS];
-    for (int64_t column = 0; column < PANEL_COLUMNS; column++) rows[column] = source_row(args, panel, column);
+    find_rows(args, panel, rows);
+    if (source_dtype == dtype) {
+        const int64_t whole = args->depth * element_bytes(dtype) / 4; /* a last step of bfloat16 may have one of two */
+        const int64_t next = pack_squares(rows, first, last < whole ? last : whole, to);
+        to += (next - first) * PANEL_COLUMNS;
+        first = next;
+    }
     for (int64_t step = first; step < last; step++, to += PANEL_COLUMNS)
         for (int64_t column = 0; column < PANEL_COLUMNS; column++)
             to[column] = step_at(rows[column], step, args->depth, source_dtype, dtype);
@@ -61,8 +81,10 @@ INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64
 
 void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
     const int source_dtype = args->source_dtype, dtype = args->dtype;
-    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* the usual case, compiled for constants */
+    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* the usual cases, compiled for constants */
         pack_steps(args, panel, first, last, to, BFLOAT16, BFLOAT16);
+    else if (source_dtype == FLOAT32 && dtype == FLOAT32)
+        pack_steps(args, panel, first, last, to, FLOAT32, FLOAT32);
     else
         pack_steps(args, panel, first, last, to, source_dtype, dtype);
 }
