@@ -277,6 +277,11 @@ class EngineHandle:
 
     def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None) -> Receipt:
         """Return the receipt of a finished output; see LLM.receipt()."""
+        if not isinstance(output, RequestOutput):
+            raise InvalidRequestError(
+                f"no receipt can be made of a {type(output).__name__}: receipts are of tokens, and vectors and scores "
+                "are checked by computing them again"
+            )
         sent = output.submitted
         if sent is None or not output.finished:
             raise InvalidRequestError("no receipt can be made of this output: it is not that of a finished request")

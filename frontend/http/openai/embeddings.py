@@ -45,6 +45,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     # Refused by name.
     truncation_side: Any = None
     mm_processor_kwargs: Any = None
+    receipt: bool | None = None
 
 
 class ClassifyBody(PoolingFields, kw_only=True):
@@ -98,6 +99,7 @@ _FEW = 16  # most vectors written in the event loop
 _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
     "mm_processor_kwargs": "vectors are made of text",
+    "receipt": "receipts are of tokens, and a vector is checked by computing it again",
 }
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _classify_decoder = msgspec.json.Decoder(ClassifyBody)
@@ -182,7 +184,7 @@ async def _pooled(
 async def _prompts_of(service: Service, request: Request, body: PoolingFields) -> tuple[list[PromptInput], bool]:
     """Return the prompts of a body, and whether special tokens are put around them. Errors: HttpError 400."""
     for field, instead in _INSTEAD.items():
-        if (value := getattr(body, field)) is not None and value not in ("left", {}):
+        if (value := getattr(body, field)) is not None and value not in ("left", {}, False):
             raise HttpError(400, f"{field} is not supported: {instead}", param=field)
     if body.messages is None:
         if body.input in (None, "", []):

@@ -15,11 +15,13 @@ from core.capture.file import CaptureFile
 from frontend.llm import LLM
 from frontend.lora import LoRARequest
 from frontend.results.outputs import RequestOutput
+from frontend.results.pooling_outputs import EmbeddingOutput, EmbeddingRequestOutput
 from ipc.errors import InvalidRequestError
 from ipc.keys.signing import make_signing_key
 from ipc.options.given_options import config_from_options
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.records.receipt import AnswerDigest, Contents, Receipt, digest_of, ids_bytes
+from kernels.cpu.build import runnable_variants
 from tests.core.adapters.peft_files import random_matrices, write_peft
 from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, tokenizer_files
@@ -195,14 +197,19 @@ def test_an_answer_takes_few_steps(site: Site) -> None:
 
 
 def test_receipts_of_other_kernels_are_verified_by_these(site: Site) -> None:
-    with LLM(site.model, **SIZES, cpu_kernels="portable") as llm:
-        outputs = answered(llm, [[5, 6, 7]] * 2, [params({"seed": 4}), params({"n": 2})])
-        receipts = [llm.receipt(output) for output in outputs]
-    assert receipts[0].header.cpu_kernels == "portable"
-    (own,) = sampled(site, 1)
-    assert own.header.variant != receipts[0].header.variant or own.header.cpu_kernels == "portable"
+    """In bfloat16, in which each variant has arithmetic of its own, and all of them at once."""
+    receipts, (own,) = list[Receipt](), sampled(site, 1)
+    for variant in runnable_variants():
+        with LLM(site.model, **{**SIZES, "dtype": "bfloat16"}, cpu_kernels=variant) as llm:
+            outputs = answered(llm, [[5, 6, 7]] * 2, [params({"seed": 4}), params({"n": 2})])
+            receipts += [llm.receipt(output) for output in outputs]
+    assert {one.header.cpu_kernels for one in receipts} == set(runnable_variants()) >= {"portable"}
+    assert len({one.header.fingerprint for one in receipts}) == len(runnable_variants())
     options = {"model": site.model, "threads": 1}
-    assert [one.status for one in verdicts([*receipts, own], options)] == ["verified"] * 3
+    assert {one.status for one in verdicts([*receipts, own], options)} == {"verified"}
+    last = receipts[-1]
+    (verdict,) = verdicts([forged(last, contents_of(last), cpu_kernels="portable")], options)
+    assert ("profile" in verdict.fields) == (last.header.cpu_kernels != "portable"), verdict
 
 
 # --- what is not -------------------------------------------------------------------------------------------------
@@ -482,3 +489,6 @@ def test_an_answer_without_a_receipt(site: Site, given: dict[str, Any], why: str
     output.submitted = None
     with pytest.raises(InvalidRequestError, match="finished request"):
         site.llm.receipt(output)
+    vector: Any = EmbeddingRequestOutput("0", EmbeddingOutput([1.0]), [3, 4], finished=True)
+    with pytest.raises(InvalidRequestError, match="of a EmbeddingRequestOutput: receipts are of tokens"):
+        site.llm.receipt(vector)
