@@ -29,6 +29,7 @@ from core.runner.device_blocks import shared_device_blocks
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
 from core.runner.hosted_model import HostedModel
+from core.runner.mixed_graphs import most_work
 from core.runner.model_drafter import ModelDrafter
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock
@@ -127,7 +128,8 @@ class CudaExecutor:
             self.memory.compile_steps()
             if self._drafting is not None:
                 self._draft_memory.compile_steps()
-            self.runner.capture_graphs(drafts=config.speculative_config is not None)
+            drafts = config.speculative_config is not None
+            self.runner.capture_graphs(drafts=drafts, num_tokens=config.max_num_batched_tokens)
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
@@ -253,8 +255,9 @@ class CudaMemory:
         total = self.device_bytes
         with self.fits():
             peak = self._peak_bytes(self.largest_step)
-            # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
-            peak += self._peak_bytes(self.largest_decode) - torch.cuda.memory_allocated(self._device)
+            # The memory of graphs, which they share, comes on top of a step's without one, because they keep it.
+            graphs = max(self._peak_bytes(self.largest_decode), self._peak_bytes(self.largest_graph))
+            peak += graphs - torch.cuda.memory_allocated(self._device)
         torch.cuda.empty_cache()
         peak += self._tables_bytes()
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
@@ -343,6 +346,21 @@ class CudaMemory:
         )
         reported = logits.clone()  # a step keeps a copy for log probabilities
         sample_tokens(reported, torch.from_numpy(words).to(self._device), Kinds(draws=True, cuts=True))
+
+    @torch.inference_mode()
+    def largest_graph(self) -> None:
+        """Run the largest step with prompts that is a graph, of padding only, over a cache with only the null block."""
+        if self._config.enforce_eager or self._model.config.recurrent is not None:
+            return
+        model, device, length = self._model, self._device, self._max_model_len()
+        size = most_work(self._token_budget(), self.num_rows, self._operations.group_size, ceil_div(length, SPLIT))
+        none = [torch.full((count,), -1, dtype=torch.int32, device=device) for count in size[:3]]
+        rows, alone, tiles = none
+        work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        cache = model.allocate_cache(1, self._config.block_size)
+        hidden = model.hidden_states(ModelInputs(rows.long() + 1, rows, rows.long(), metadata, cache, rows.long()[:0]))
+        hidden.clone()  # graphs have their results in common
 
     @torch.inference_mode()
     def largest_decode(self) -> None:

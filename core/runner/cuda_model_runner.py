@@ -2,7 +2,7 @@
 
 import time
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,9 @@ from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_tables import DeviceLogits, DeviceTables
 from core.runner.drafter import Drafter, RanStep
+from core.runner.graph_pool import GraphPool
 from core.runner.host_rows import HostRows
+from core.runner.mixed_graphs import MixedGraphs
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
@@ -186,20 +188,41 @@ class CudaModelRunner(ModelRunner):
         self._unreported = torch.zeros((0, model.vocab_size))  # in host memory
         self.most_alone = max(num_rows, most_alone)
         self.graphs = self.make_graphs(self.most_alone) if use_graphs and self._device.type == "cuda" else None
+        self.mixed: MixedGraphs | None = None
 
     def make_graphs(self, num_tokens: int) -> DecodeGraphs:
         """Return graphs, none captured yet, for decode steps of up to `num_tokens` tokens."""
-        most_splits = ceil_div(self._tables.tokens.shape[1] - 1, SPLIT)
-        width = self._llama.config.hidden_size
-        return DecodeGraphs(self.decode, self._device, num_tokens, width, most_splits=most_splits)
+        self._graph_pool = GraphPool(self._device)
+        sizes: dict[str, Any] = {"most_splits": self._most_splits, "pool": self._graph_pool}
+        return DecodeGraphs(self.decode, self._device, num_tokens, self._llama.config.hidden_size, **sizes)
+
+    @property
+    def _most_splits(self) -> int:
+        return ceil_div(self._tables.tokens.shape[1] - 1, SPLIT)
 
     @torch.inference_mode()
-    def capture_graphs(self, *, drafts: bool) -> None:
-        """Capture the graphs of all steps that decode, before the first of them. drafts: whether rows may have any."""
-        if self.graphs is not None:
-            num_rows = len(self._tables.tokens)
-            self.graphs.capture_all(self.graphs.sizes(num_rows, self.most_alone - num_rows if drafts else 0))
-            self._wait()
+    def capture_graphs(self, *, drafts: bool, num_tokens: int) -> None:
+        """Capture the graphs of all steps before the first of them: those of prompts, then those that only decode.
+
+        drafts: whether rows may have any. num_tokens: the most tokens of a step.
+        """
+        if self.graphs is None:
+            return
+        num_rows = len(self._tables.tokens)
+        if self.states is None:
+            self.mixed = MixedGraphs(
+                self._compute_mixed,
+                self._tables.blocks,
+                self._graph_pool,
+                num_tokens=num_tokens,
+                num_rows=num_rows,
+                group_size=self._group_size,
+                width=self._llama.config.hidden_size,
+                most_splits=self._most_splits,
+            )
+            self.mixed.capture_all()
+        self.graphs.capture_all(self.graphs.sizes(num_rows, self.most_alone - num_rows if drafts else 0))
+        self._wait()
 
     @torch.inference_mode()
     def measure_costs(self, used: Clock = time.perf_counter_ns) -> Costs:
@@ -392,23 +415,22 @@ class CudaModelRunner(ModelRunner):
         )
         rows, positions, alone, tiles, counts, logits_rows, *rest = sent
         shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
-        if (
-            self.graphs is not None
-            and adapters is None
-            and saves is None
-            and len(alone) == len(rows)
-            and self.graphs.fits(
-                self.graphs.size_of(
-                    len(rows), work.num_splits, shares=shared is not None, has_common=common is not None
-                )
-            )
-        ):
-            hidden = self.graphs(rows, positions, work.num_splits, shared, common)
-        else:
-            blocks, splits = self._tables.blocks, work.num_splits
-            given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
+        blocks, splits = self._tables.blocks, work.num_splits
+        given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
+        hidden = self._replayed(given) if adapters is None and saves is None else None
+        if hidden is None:
             hidden = self._forward(given, self._requests(columns, saves), adapters)
         return hidden, logits_rows
+
+    def _replayed(self, work: TritonWork) -> torch.Tensor | None:
+        """Return the hidden states [T, hidden] of a step that has a graph; None: it has none."""
+        if (graphs := self.graphs) is not None and len(work.decode_tokens) == work.num_rows:
+            shares, has_common = work.shared is not None, work.common is not None
+            if graphs.fits(graphs.size_of(work.num_rows, work.num_splits, shares=shares, has_common=has_common)):
+                return graphs(work.rows, work.positions, work.num_splits, work.shared, work.common)
+        if self.mixed is not None and (size := self.mixed.size_of(work)) is not None:
+            return self.mixed(work, size)
+        return None
 
     def _requests(self, columns: StepColumns, saves: Ints | None) -> DeviceStates | None:
         """Return where the recurrent states of a step's requests are; None: the model has none."""
@@ -441,6 +463,10 @@ class CudaModelRunner(ModelRunner):
             firsts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
             requests = DeviceStates(self.states.states, rows, firsts, firsts[:-1])
         hidden.copy_(self._forward(work, requests))
+
+    def _compute_mixed(self, work: TritonWork, hidden: torch.Tensor) -> None:
+        """Compute a step's hidden states [T, hidden], padding included, with what is on the device."""
+        hidden.copy_(self._forward(work, None))
 
     def _forward(
         self, work: TritonWork, requests: DeviceStates | None, adapters: TokenAdapters | None = None

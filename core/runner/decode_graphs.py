@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from core.runner.graph_pool import GraphPool
 from ipc.tables.rounding import ceil_div, round_up
 
 #: Rows of the largest graph. Larger batches are launched kernel by kernel, because launching takes less time than
@@ -40,12 +41,19 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, decode: Decode, device: torch.device, num_rows: int, width: int, *, most_splits: int = 1 << 20
+        self,
+        decode: Decode,
+        device: torch.device,
+        num_rows: int,
+        width: int,
+        *,
+        most_splits: int = 1 << 20,
+        pool: GraphPool | None = None,
     ) -> None:
         """Allocate the shared buffers.
 
         decode: see Decode. num_rows: the maximum number of rows of a batch. width: length of a hidden state.
-        most_splits: those of the longest context.
+        most_splits: those of the longest context. pool: None = one of its own.
         """
         self._decode, self._most_splits = decode, most_splits
         self._is_complete = False
@@ -55,9 +63,7 @@ class DecodeGraphs:
         self._inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         self._common = torch.zeros(1, dtype=torch.int32, device=device)
         self._hidden = torch.empty((size, width), dtype=torch.float32, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all captures, because cuBLAS keeps a workspace for each stream that it has seen.
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = pool or GraphPool(device)
 
     def sizes(self, num_rows: int, num_drafts: int) -> list[GraphSize]:
         """Return the sizes of steps of up to num_rows rows, which may have up to num_drafts drafts; largest first.
@@ -139,18 +145,7 @@ class DecodeGraphs:
             size.num_splits,
             self._hidden[: size.num_rows],
         )
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            decode()  # compiles kernels and creates handles, which must not happen during capture
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph(), which waits for the device and returns all unused memory to it, each time.
-        with torch.cuda.stream(self._stream):
-            # Another thread, such as NCCL's, may ask for events at the same time.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            decode()
-            graph.capture_end()
-        return graph
+        return self._pool.capture(decode)
 
 
 #: Up to how many rows sizes are multiples of which number: padding costs little, and few graphs are captured soon.

@@ -26,9 +26,9 @@ class TritonWork(NamedTuple):
     rows: torch.Tensor  # [T] row of the block tables of each token; -1 = padding
     positions: torch.Tensor  # [T]; -1 = padding
     tables: torch.Tensor  # [rows, P] block ids; entries beyond a request's context are never read
-    decode_tokens: torch.Tensor  # [n] indices of tokens that are their request's only one
-    tile_tokens: torch.Tensor  # [m] index of each query tile's first token
-    tile_counts: torch.Tensor  # [m] tokens of the tile
+    decode_tokens: torch.Tensor  # [n] indices of tokens that are their request's only one; -1 = padding
+    tile_tokens: torch.Tensor  # [m] index of each query tile's first token; -1 = padding
+    tile_counts: torch.Tensor  # [m] tokens of the tile; -1 = padding
     num_splits: int  # splits of SPLIT tokens in the longest context of decode_tokens, or more
     window: int | None = None  # tokens that a row sees, including itself; None = all before it
     #: [n] for each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same

@@ -38,7 +38,7 @@ def decode_kernel(
     head = tl.program_id(1)
     split = tl.program_id(2)
     token = tl.load(tokens + index).to(tl.int64)
-    position = tl.load(positions + token)
+    position = tl.load(positions + tl.maximum(token, 0))
     m = tl.arange(0, BLOCK_M)
     count = 1
     ahead = 0  # for each row of the product: how many tokens it is after the first
@@ -51,7 +51,7 @@ def decode_kernel(
     first_split = 0
     if HAS_COMMON:
         first_split = tl.load(common)
-    if (split * SPLIT <= tl.maximum(last, 0)) & (count > 0) & (split >= first_split):
+    if (split * SPLIT <= tl.maximum(last, 0)) & (count > 0) & (split >= first_split) & (token >= 0):
         # Padding has row -1 and position -1: it reads no table.
         table = tables + tl.maximum(tl.load(rows + token), 0).to(tl.int64) * table_width
         mine = m < GROUP * count
@@ -111,20 +111,21 @@ def merge_kernel(
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(tokens + index).to(tl.int64)
-    position = tl.load(positions + token)
-    one = tl.zeros((1,), tl.int32)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    inside = d < HEAD_DIM
-    maximum = tl.full((1,), -float("inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    sums = tl.zeros((1, BLOCK_D), tl.float32)
-    for split in range(tl.maximum(position, 0) // SPLIT + 1):
-        part = (index * num_splits + split) * HEADS + head
-        theirs = tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0)
-        stats = partial_stats + part * 2
-        maximum, total, sums = merged(maximum, total, sums, tl.load(stats + one), tl.load(stats + 1 + one), theirs)
-    result = attention_of(total, sums)
-    tl.store(out + (token * HEADS + head) * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
+    if token >= 0:
+        position = tl.load(positions + token)
+        one = tl.zeros((1,), tl.int32)
+        d = tl.arange(0, BLOCK_D)[None, :]
+        inside = d < HEAD_DIM
+        maximum = tl.full((1,), -float("inf"), tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        sums = tl.zeros((1, BLOCK_D), tl.float32)
+        for split in range(tl.maximum(position, 0) // SPLIT + 1):
+            part = (index * num_splits + split) * HEADS + head
+            theirs = tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0)
+            stats = partial_stats + part * 2
+            maximum, total, sums = merged(maximum, total, sums, tl.load(stats + one), tl.load(stats + 1 + one), theirs)
+        result = attention_of(total, sums)
+        tl.store(out + (token * HEADS + head) * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
 
 
 def decode_attention(
@@ -139,7 +140,7 @@ def decode_attention(
 ) -> None:
     """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
 
-    Padding gets zeros. A token's bits are the same whether or not it shares a program.
+    Padding gets zeros, and index -1 is skipped. A token's bits are the same whether or not it shares a program.
     """
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:

@@ -35,7 +35,7 @@ def prefill_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    token = tl.load(tile_tokens + tile)
+    token = tl.maximum(tl.load(tile_tokens + tile), 0)
     count = tl.load(tile_counts + tile)
     first = tl.load(positions + token)
     table = tables + tl.load(rows + token).to(tl.int64) * table_width
@@ -48,7 +48,7 @@ def prefill_kernel(
     maximum, totals = before_tiles(sinks, head * GROUP + m % GROUP, mine, HAS_SINKS, BLOCK_M)
     total = first_of(totals)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    end = first + count
+    end = tl.where(count > 0, first + count, 0)  # padding has -1 tokens
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -86,7 +86,8 @@ def prefill_attention(
 ) -> None:
     """Compute the causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
 
-    Both are contiguous, with the cache's dtype. A row's bits only depend on its own tokens. soft_cap: scores become cap
+    Both are contiguous, with the cache's dtype. They may be the same: a program reads the queries that it replaces
+    before it writes, and no other reads them. A row's bits only depend on its own tokens. soft_cap: scores become cap
     * tanh(score / cap). sinks [H] float32: an additional score per head, without a value.
     """
     num_tiles, num_heads = len(work.tile_tokens), q.shape[1]

@@ -91,10 +91,9 @@ class TritonLatentAttend:
         work, cache = step.work[self._kind], step.cache
 
         def attend(q: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(q)
-            prefill_attention(q, cache, index, work, self._scale, out)
-            decode_attention(q, cache, index, work, self._scale, out)
-            return out
+            prefill_attention(q, cache, index, work, self._scale, q)
+            decode_attention(q, cache, index, work, self._scale, q)
+            return q
 
         return self._latent.attend(self._latent.begin(x, cos, sin, step.slots, cache, index), attend)
 
@@ -269,12 +268,10 @@ class TritonOperations:
         def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
             cos, sin, growth = step.tables[kind]
             q = rope(qkv, cos, sin, step.cache, index, step.slots, growth)
-            out = torch.empty_like(q)
-            prefill_attention(
-                q, step.cache, index, step.work[kind], config.scores_scale, out, config.scores_cap, scores
-            )
-            decode_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, config.scores_cap, scores)
-            return out.flatten(1)
+            work, scale, cap = step.work[kind], config.scores_scale, config.scores_cap
+            prefill_attention(q, step.cache, index, work, scale, q, cap, scores)
+            decode_attention(q, step.cache, index, work, scale, q, cap, scores)
+            return q.flatten(1)
 
         return attend
 

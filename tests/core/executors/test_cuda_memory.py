@@ -52,6 +52,7 @@ def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecu
     monkeypatch.setattr(executor.memory, "device_bytes", 10 * GIB)
     monkeypatch.setattr(executor.memory, "largest_step", lambda: None)
     monkeypatch.setattr(executor.memory, "largest_decode", lambda: None)
+    monkeypatch.setattr(executor.memory, "largest_graph", lambda: None)
     return executor
 
 
@@ -73,6 +74,7 @@ def test_a_cache_in_8_bits_has_more_blocks(value: KVCacheDtype, bits: int, tiny:
 
 def test_the_largest_step_runs(executor: CudaExecutor) -> None:
     executor.memory.largest_step()
+    executor.memory.largest_graph()
 
 
 def test_steps_of_all_sizes_are_compiled_before_the_first_request(
@@ -122,8 +124,8 @@ def test_where_steps_overlap_those_alone_take_the_hosts_time_and_the_devices(
 ) -> None:
     overlapping = {(10, 12, 18): (7, 8, 15)}
     measured = SimpleNamespace(
-        measure_steps=lambda: (10, 12, 18),
-        measure_drafts=lambda: 0,
+        measure_steps=lambda clock: (10, 12, 18),
+        measure_drafts=lambda clock: 0,
         measure_loop=lambda: loop,
         measure_overlapping=overlapping.__getitem__,
     )

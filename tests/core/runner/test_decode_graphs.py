@@ -11,7 +11,9 @@ import torch
 
 from core.runner import decode_graphs
 from core.runner.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
+from core.runner.mixed_graphs import Mixed, MixedGraphs
 from ipc.params.sampling_params import SamplingParams
+from kernels.triton.attention_work import TritonWork
 from tests.core.executors import test_cuda_executor as engine
 from tests.core.executors import test_cuda_speculation as drafting
 from tests.triton_device import ANYWHERE, ON_GPU
@@ -76,6 +78,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         init(self, traced, *others, **options)
 
     monkeypatch.setattr(DecodeGraphs, "__init__", recorded)
+    mixed_init = MixedGraphs.__init__
+
+    def recorded_mixed(self: MixedGraphs, run: Mixed, *others: Any, **options: Any) -> None:
+        def traced(work: TritonWork, hidden: torch.Tensor) -> None:
+            run(work, hidden)
+            if (recording := Recording.current) is not None:
+                captured.append((len(work.rows), work.num_splits))
+                recording.run = lambda: run(work, hidden)
+
+        mixed_init(self, traced, *others, **options)
+
+    monkeypatch.setattr(MixedGraphs, "__init__", recorded_mixed)
     return captured
 
 
@@ -219,7 +233,7 @@ def test_a_runner_captures_nothing_once_it_is_ready(
     def with_graphs(*options: Any) -> Any:
         made: Any = plain(*options)
         made.graphs = made.make_graphs(4)
-        made.capture_graphs(drafts=False)
+        made.capture_graphs(drafts=False, num_tokens=32)
         ready.append(len(cuda))
         return made
 
@@ -227,4 +241,5 @@ def test_a_runner_captures_nothing_once_it_is_ready(
     expected = engine.run("triton", requests)
     monkeypatch.setattr(engine, "runner", with_graphs)
     assert engine.run("triton", requests, 2).tokens == expected.tokens
-    assert ready == [len(cuda)] == [3]
+    assert ready == [len(cuda)] == [4]
+    assert cuda[0] == (64, 1), "the graph of prompts comes first"

@@ -32,8 +32,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "run_package", run)
 
 
-def of_ranks(folder: str, size: int, disturb: dict[int, Any] | None = None, **options: Any) -> list[Any]:
-    return answers(config_of(folder, size, **OPTIONS, **options), disturb, sent=requests(4, 14))
+def of_ranks(
+    folder: str, size: int, disturb: dict[int, Any] | None = None, *, max_tokens: int = 14, **options: Any
+) -> list[Any]:
+    return answers(config_of(folder, size, **OPTIONS, **options), disturb, sent=requests(4, max_tokens))
 
 
 def test_every_bit_is_that_of_one_gpu(folder: str) -> None:
@@ -46,9 +48,9 @@ def test_every_bit_is_that_of_one_gpu(folder: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
 def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, options: dict[str, Any]) -> None:
-    alone = of_ranks(folder, 1, **options)
+    alone = of_ranks(folder, 1, max_tokens=24, **options)
     for size in (3, 4):
-        assert of_ranks(folder, size, {5: kill(0), 20: kill(size - 1)}, **options) == alone
+        assert of_ranks(folder, size, {5: kill(0), 20: kill(size - 1)}, max_tokens=24, **options) == alone
 
 
 @pytest.mark.parametrize(
