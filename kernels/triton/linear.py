@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import linear
 
-from kernels.triton.ordered_product import ordered_product
+from kernels.triton.ordered_product import gated_product, ordered_product
 
 # Sums are float32, even if a sum over K is split. float32 operands are not truncated to TF32, even if the environment
 # requests it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers).
@@ -69,3 +69,22 @@ class DeviceLinear:
         """Compute x [T, in] -> [T, out] with out_dtype."""
         out = torch.empty(len(x), len(self.weight), dtype=self.out_dtype, device=x.device)
         return self.product(x.contiguous(), self.weight, self.bias, out)
+
+
+class GatedLinear(DeviceLinear):
+    """The layer f(gate) * up with (gate, up) = x @ weight.T + bias, in one kernel. Its product is the ordered one.
+
+    weight [2 * width, in] and bias [2 * width]: gate's, then up's. function: see kernels/triton/gated_activation.py.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, function: str) -> None:
+        super().__init__(weight, bias)
+        self.function = function
+
+    def gate_and_up(self, x: torch.Tensor) -> torch.Tensor:
+        """Return gate and up [T, 2 * width] of x [T, in], before the activation."""
+        return super().__call__(x)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x [T, in] -> [T, width], with the bits of gate_and_up() and then the activation."""
+        return gated_product(x.contiguous(), self.weight, self.bias, self.function)

@@ -17,6 +17,7 @@ from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.unchanged import unchanged
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError
 from ipc.tables.arrays import AnyInts, Floats, Ints
@@ -36,7 +37,7 @@ from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.latent import TritonLatent, heads_together
-from kernels.triton.linear import DeviceLinear, DeviceProduct, torch_product
+from kernels.triton.linear import DeviceLinear, DeviceProduct, GatedLinear, torch_product
 from kernels.triton.lora import LoraWork, TritonAdapter, add_adapters, lora_work
 from kernels.triton.norm import TritonNorm
 from kernels.triton.ordered_product import ARITHMETIC, ordered_product
@@ -49,7 +50,7 @@ from kernels.triton.routed.experts import DeviceExpert, TritonExperts
 from kernels.triton.routed.packed_experts import Scratch
 from kernels.value_form import ValueForm
 
-GATES: dict[Activation, Operation] = {
+GATES: dict[str, Operation] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
@@ -199,8 +200,14 @@ class TritonOperations:
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
     ) -> tuple[DeviceLinear | PackedLinear, Operation]:
-        """Return the product of gate and up, and the operation that computes f(gate) * up from its result."""
-        return self.linear(weight, bias), GATES[function]
+        """Return the product of gate and up, and the operation that computes f(gate) * up from its result.
+
+        An ordered product of dense weights does both.
+        """
+        product = self.linear(weight, bias)
+        if self.is_exact and isinstance(product, DeviceLinear):
+            return GatedLinear(product.weight, product.bias, function), unchanged
+        return product, GATES[function]
 
     def activated(
         self,
@@ -325,9 +332,10 @@ class TritonOperations:
         """Return the product plus what the tokens' adapters add, after the product is rounded, like PEFT."""
         if self._lora is None or self._lora[0] is not adapters:  # all products of a step have the same work
             self._lora = adapters, lora_work(adapters.packed, adapters.of_token, self.device)
-        y: torch.Tensor = product(x)
+        gated = product if isinstance(product, GatedLinear) else None
+        y: torch.Tensor = product(x) if gated is None else gated.gate_and_up(x)
         add_adapters(x, y, self._lora[1], number)
-        return y
+        return y if gated is None else GATES[gated.function](y)
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add x times the residual multiplier to hidden, in place."""

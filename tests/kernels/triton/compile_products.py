@@ -25,15 +25,18 @@ class Product(NamedTuple):
     tile: ProductTile
     is_even: bool = True
     has_bias: bool = True
+    function: str = ""  # of a gated product
 
     def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
         """The product, with its arguments' types, constants and options as launched."""
         pointer = HALF if self.dtype == torch.bfloat16 else FLOAT
         sizes = dict.fromkeys(("num_rows", "num_columns", "depth", "out_columns"), "i32")
         types = {**dict.fromkeys(("x", "weight", "bias", "out"), pointer), **sizes}
-        blocks = {name: value for name, value in self.tile.options.items() if name.isupper()}
-        rest = {name: value for name, value in self.tile.options.items() if not name.isupper()}
-        yield product_kernel, types, {"EVEN": self.is_even, "HAS_BIAS": self.has_bias, **blocks}, rest
+        tile = self.tile.halves if self.function else self.tile
+        blocks = {name: value for name, value in tile.options.items() if name.isupper()}
+        rest = {name: value for name, value in tile.options.items() if not name.isupper()}
+        constants = {"EVEN": self.is_even, "HAS_BIAS": self.has_bias, "FUNCTION": self.function}
+        yield product_kernel, types, {**constants, **blocks}, rest
 
 
 def tiles_of(shared_memory: int) -> list[ProductTile]:
@@ -44,8 +47,15 @@ def tiles_of(shared_memory: int) -> list[ProductTile]:
 
 
 def each_product(shared_memory: int, *, every: bool) -> Iterator[Product]:
-    """Each shape of tiles, with and without a bias in turn; every: both, and odd sizes."""
+    """Each shape of tiles, with and without a bias in turn, and the smallest and largest of gated products.
+
+    every: both, odd sizes, and all of gated products.
+    """
     halves = [(torch.bfloat16, tile) for tile in tiles_of(shared_memory)]
     for turn, (dtype, tile) in enumerate((*halves, *((torch.float32, tile) for tile in FLOATS.values()))):
         for is_even, has_bias in ((True, False), (False, True), (True, True)) if every else ((True, turn % 2 == 1),):
             yield Product(dtype, tile, is_even, has_bias)
+    gated = [*halves, *((torch.float32, tile) for tile in FLOATS.values())] if every else [halves[0], halves[-1]]
+    for dtype, tile in gated:
+        for function in ("silu", "gelu_pytorch_tanh", "clamped_silu") if every else ("silu",):
+            yield Product(dtype, tile, has_bias=function == "clamped_silu", function=function)

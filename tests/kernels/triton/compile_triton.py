@@ -366,8 +366,9 @@ def build(
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
     assert_allowed(compiled.asm["ptx"])
-    if kernel is ordered_product.product_kernel and not constants["HAS_BIAS"]:
-        assert_one_chain(compiled.asm["ptx"], is_float=types["x"] == FLOAT)
+    if kernel is ordered_product.product_kernel:
+        ends = not constants["HAS_BIAS"] and not constants["FUNCTION"]
+        assert_one_chain(compiled.asm["ptx"], is_float=types["x"] == FLOAT, ends=ends)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

@@ -21,13 +21,14 @@ def assert_allowed(ptx: str) -> None:
     assert not others, others
 
 
-def assert_one_chain(ptx: str, *, is_float: bool) -> None:
-    """Of an ordered product without a bias: only the products themselves add, from low K to high."""
+def assert_one_chain(ptx: str, *, is_float: bool, ends: bool) -> None:
+    """Of an ordered product: only the products themselves add, from low K to high; if it ends there, nothing else does.
+
+    One with a bias or an activation goes on.
+    """
     assert_allowed(ptx)
-    sums = (
-        set(_SUM.findall(ptx)) if not is_float else {name for name in _SUM.findall(ptx) if not name.startswith("fma")}
-    )
-    assert not sums, sums
+    sums = {name for name in _SUM.findall(ptx) if not (is_float and name.startswith("fma"))}
+    assert not (ends and sums), sums
     assert bool(_ANY.search(ptx)) != is_float
     chains: dict[str, list[tuple[int, int]]] = {}
     for accumulator, left, right in _ASYNC.findall(ptx):

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from core import log
 from core.models import device_model
+from core.models.operations.triton_operations import GATES
 from kernels.elements import FLOAT32
 from kernels.triton import self_test
-from kernels.triton.linear import DeviceLinear, torch_product
+from kernels.triton.linear import DeviceLinear, GatedLinear, torch_product
 from kernels.triton.log_softmax import log_softmax
 from kernels.triton.ordered_product import (
     FEW,
@@ -21,6 +22,7 @@ from kernels.triton.ordered_product import (
     FLOATS,
     TILES,
     TILES_IN_LITTLE,
+    gated_product,
     ordered_product,
     product_tile,
 )
@@ -53,6 +55,24 @@ def test_a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype, depth: int, c
         assert torch.equal(
             DeviceLinear(weight, None, out_dtype)(x), ordered_product(x, weight, None, out).to(out_dtype)
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("function", list(GATES))
+def test_an_activation_in_the_products_end_changes_no_bit(function: str, dtype: torch.dtype) -> None:
+    """Gate and up are rounded before it, as they are in memory."""
+    x, weight, bias = random(19, 72).to(DEVICE, dtype), random(50, 72, seed=1), random(50, seed=2).to(DEVICE)
+    weight = (weight * 3).to(DEVICE, dtype)
+    tiles = FLOATS.values() if dtype == torch.float32 else (FEW, *TILES_IN_LITTLE.values())
+    layer = GatedLinear(weight, bias, function)
+    expected = GATES[function](layer.gate_and_up(x))
+    assert torch.equal(layer(x), expected)
+    for tile in tiles:
+        assert torch.equal(gated_product(x, weight, layer.bias, function, tile), expected)
+    assert torch.equal(layer(x[3:4]), expected[3:4])
+    unbiased = GatedLinear(weight, None, function)
+    assert torch.equal(unbiased(x[:2]), GATES[function](unbiased.gate_and_up(x[:2])))
+    assert layer(x[:0]).shape == (0, 25)
 
 
 def test_more_rows_have_larger_tiles() -> None:
