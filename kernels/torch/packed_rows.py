@@ -2,6 +2,7 @@
 
 A weight is (code - zero) * scale - minimum, each operation rounded in float32: the same number as from dequantize(),
 bit for bit. Codes have four bits, or eight if the type has more than four: so a product supports two layouts, not nine.
+Codes of FP8 are floats, E4M3, and a weight is code * scale.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from kernels.dequantize import BLOCK, BLOCK_SIZES, LEVELS
 #: many bytes, then the high ones, and so all weights in their order.
 HALF = 64
 _CHUNK = 1 << 24  # weights converted at a time; temporary tensors take about ten bytes per weight
+_WIDE_BLOCK = BLOCK_SIZES["FP8"][0]
 _LARGEST_CODE = 127  # for Q8_0
 _MOST_INVERSE = 2.0**127
 
@@ -27,13 +29,13 @@ class PackedRows(NamedTuple):
     #: weight j + HALF in the high bits.
     codes: torch.Tensor
     #: float16 [rows, depth / group]; with fine scales float32 [rows, depth / 256], multiplied by each group's fine
-    #: scale.
+    #: scale. With float codes float32 [rows, depth / group].
     scales: torch.Tensor
     fine: torch.Tensor | None  # int8 [rows, depth / group]
     minima: torch.Tensor | None  # like scales, or float32; None = all are 0
     fine_minima: torch.Tensor | None
     depth: int
-    zero: int
+    zero: int | None  # None: codes are floats
     group: int  # weights
 
     @property
@@ -103,6 +105,7 @@ def _narrowed(packed: PackedRows) -> PackedRows:
     least = codes.amin(2)
     if int((codes.amax(2) - least).max()) > 15:
         return packed
+    assert packed.zero is not None, "codes are integers"
     minima = (packed.zero - least.float()) * packed.scales.float()
     return packed._replace(codes=_in_bits(codes - least[:, :, None], packed.depth, 4), minima=minima, zero=0)
 
@@ -137,7 +140,8 @@ def unpack(packed: PackedRows) -> torch.Tensor:
     if packed.in_4_bits:
         halves = codes.view(len(codes), -1, HALF)
         codes = torch.cat((halves & 15, halves >> 4), 2).flatten(1)
-    numbers = (codes.float() - packed.zero).view(len(codes), -1, packed.group)
+    floats = codes.view(torch.float8_e4m3fn).float() if packed.zero is None else codes.float() - packed.zero
+    numbers = floats.view(len(codes), -1, packed.group)
     numbers *= _factors(packed.scales, packed.fine)
     if packed.minima is not None:
         numbers -= _factors(packed.minima, packed.fine_minima)
@@ -202,6 +206,12 @@ def _mxfp4(blocks: torch.Tensor, depth: int) -> PackedRows | None:
     return _packed((numbers + 16).to(torch.uint8), depth, 16, 8, scales)
 
 
+def _fp8(blocks: torch.Tensor, depth: int) -> PackedRows:
+    """Return rows of codes that are floats, with a scale for each 64."""
+    scales = blocks[:, :, :4].contiguous().view(torch.float32)[:, :, 0].contiguous()
+    return PackedRows(blocks[:, :, 4:].reshape(len(blocks), depth), scales, None, None, None, depth, None, _WIDE_BLOCK)
+
+
 def _packed(
     codes: torch.Tensor, depth: int, zero: int, bits: int, scales: torch.Tensor, minima: torch.Tensor | None = None
 ) -> PackedRows:
@@ -261,4 +271,5 @@ _READERS: dict[str, Callable[[torch.Tensor, int], PackedRows | None]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
+    "FP8": _fp8,
 }

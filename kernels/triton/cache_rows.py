@@ -4,15 +4,15 @@ The type of a layer's tensor says which. Other types than these two: the numbers
 
 - int8: codes from -127 to 127, and a float32 scale for each token and head, as kernels/cpu/c/attention/cache_codes.h
   defines them. The codes of a head's tokens of a block come first, then their scales.
-- uint8: float8 e4m3 (OCP 8-bit Floating Point Specification, 2023): no infinity, 448 is the largest number. A number
-  that is larger becomes 448, and one that is not finite NaN. There is no scale.
+- uint8: floats of 8 bits (e4m3.py), without scales.
 
-A read gives numbers of the model's dtype. Conversions use integers only, so they need no instruction that a device may
-lack.
+A read gives numbers of the model's dtype.
 """
 
 import triton
 import triton.language as tl
+
+from kernels.triton.e4m3 import of_e4m3, to_e4m3
 
 #: A scale, its inverse and its products with codes are normal numbers.
 _LEAST_LARGEST = tl.constexpr(2.0**-100)
@@ -20,8 +20,6 @@ _LEAST_LARGEST = tl.constexpr(2.0**-100)
 _A_127TH = tl.constexpr(float.fromhex("0x1.020406p-7"))
 #: Added to a number under 2**22 and subtracted again, it rounds to the nearest integer, and of two to the even one.
 _INTEGERS = tl.constexpr(1.5 * 2.0**23)
-#: The same for multiples of 2**-9, the smallest number of e4m3: the last bit of a float32 of this size.
-_SMALL_STEPS = tl.constexpr(2.0**14)
 _NAN = tl.constexpr(0x7FC00000)
 
 
@@ -110,27 +108,6 @@ def store_rows(
     else:
         tl.store(at, numbers, mask=inside)
 # fmt: on
-
-
-@triton.jit
-def of_e4m3(codes):
-    """Return the float32 of each e4m3: its exponent is moved, which a product with a power of two does."""
-    bits = codes.to(tl.int32)
-    size = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
-    signed = size.to(tl.int32, bitcast=True) | (bits & 0x80) << 24
-    return tl.where((bits & 0x7F) == 0x7F, _NAN, signed).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def to_e4m3(numbers):
-    """Return the nearest e4m3 of each float32, of two the even one."""
-    bits = numbers.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    usual = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
-    steps = size.to(tl.float32, bitcast=True) + _SMALL_STEPS
-    small = steps.to(tl.int32, bitcast=True) & 0x7FFFFF
-    code = tl.where(size < 0x3C800000, small, tl.minimum(usual, 0x7E))  # 2 ** -6
-    return tl.where(size >= 0x7F800000, 0x7F, code | (bits >> 24 & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from kernels.torch.packed_rows import PackedRows
 from kernels.triton.device import INTERPRETED
+from kernels.triton.e4m3 import of_e4m3
 
 #: The most bytes of codes per tile row; it may have half as many. A tile is within one block of 256 weights, so it has
 #: one coarse scale per row.
@@ -20,6 +21,8 @@ def unpacked(
 ):
     """Return the weights float32 [N, K] whose codes have BITS bits, starting at bit BIT, in codes [N, K] int32.
 
+    ZERO: None = codes are floats (e4m3.py), from bit 0 on.
+
     row [N] int64: their rows; first, group: the first column, and its group; num_groups: per row; EVEN: no tile extends
     beyond the rows' ends. The compiler sees whether group and num_groups are multiples of two or four; only then does
     it load scales ahead, which needs at least four bytes.
@@ -33,18 +36,21 @@ def unpacked(
     """
     ROWS: tl.constexpr = codes.shape[0]
     WIDTH: tl.constexpr = codes.shape[1]
-    OFFSET: tl.constexpr = (1 << (23 - BIT)) + ZERO
-    bits = (codes & (((1 << BITS) - 1) << BIT)) | (((150 - BIT) << 23) + (depth >> 31))
-    numbers = tl.reshape(bits.to(tl.float32, bitcast=True), (ROWS, WIDTH // GROUP, GROUP))
     GROUPS: tl.constexpr = WIDTH // GROUP
     factors = _factors(scales, fine, row, first, group, num_groups, depth, GROUPS, FINE, EVEN)
-    if INTERPRETED:
-        numbers = (numbers - OFFSET) * factors[:, :, None]
+    if ZERO is None:
+        numbers = tl.reshape(of_e4m3(codes), (ROWS, GROUPS, GROUP)) * factors[:, :, None]
     else:
-        numbers = tl.fma(numbers, factors[:, :, None], (factors * -OFFSET)[:, :, None])
-    if MINIMA:
-        shifts = _factors(minima, fine_minima, row, first, group, num_groups, depth, GROUPS, FINE, EVEN)
-        numbers -= shifts[:, :, None]
+        OFFSET: tl.constexpr = (1 << (23 - BIT)) + ZERO
+        bits = (codes & (((1 << BITS) - 1) << BIT)) | (((150 - BIT) << 23) + (depth >> 31))
+        numbers = tl.reshape(bits.to(tl.float32, bitcast=True), (ROWS, GROUPS, GROUP))
+        if INTERPRETED:
+            numbers = (numbers - OFFSET) * factors[:, :, None]
+        else:
+            numbers = tl.fma(numbers, factors[:, :, None], (factors * -OFFSET)[:, :, None])
+        if MINIMA:
+            shifts = _factors(minima, fine_minima, row, first, group, num_groups, depth, GROUPS, FINE, EVEN)
+            numbers -= shifts[:, :, None]
     return tl.reshape(numbers, (ROWS, WIDTH))
 
 
@@ -67,17 +73,22 @@ def _factors(
 # fmt: on
 
 
-def constants(packed: PackedRows) -> dict[str, int]:
+def constants(packed: PackedRows) -> dict[str, int | None]:
     """Return the constants for a kernel that unpacks these rows.
 
     BIT: where a byte of codes is placed in a word before it is unpacked; see unpacked().
     """
+    if packed.zero is None:
+        bit, bits = 0, 8
+    else:
+        bit = 16 if not packed.in_4_bits and packed.zero < 128 else 8
+        bits = 4 if packed.in_4_bits else 8 if packed.zero == 128 else 7
     return {
-        "BIT": 16 if not packed.in_4_bits and packed.zero < 128 else 8,
+        "BIT": bit,
         "ZERO": packed.zero,
         "GROUP": packed.group,
         "FINE": packed.fine is not None,
         "MINIMA": packed.minima is not None,
-        "BITS": 4 if packed.in_4_bits else 8 if packed.zero == 128 else 7,
+        "BITS": bits,
         "INTERPRETED": INTERPRETED,
     }

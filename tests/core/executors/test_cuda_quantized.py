@@ -182,13 +182,27 @@ def test_numbers_of_8_bits_are_others() -> None:
     assert not np.array_equal(in_8_bits(numbers), numbers)
 
 
-def test_fp8_becomes_8_bits_or_dense() -> None:
+@pytest.mark.parametrize(
+    "scale", [np.full((1, 1), 0.01), np.arange(1, 133)[:, None] / 3000, np.array([[0.01, 0.3], [1e-4, 2.0]])]
+)
+def test_fp8_stays_or_becomes_8_bits(scale: Any) -> None:
+    """A scale for all, for each row, and for blocks of 128 x 128."""
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 0x70, (4, 128), np.uint8) | rng.integers(0, 2, (4, 128), np.uint8) << np.uint8(7)
-    tensors = {"weight": codes, "weight_scale": np.full((4, 1), 0.01, np.float32)}
-    matrix = unpack_files(tensors, (4, 128), "fp8", FLOAT32)
+    codes = rng.integers(0, 0x7F, (132, 192), np.uint8) | rng.integers(0, 2, (132, 192), np.uint8) << np.uint8(7)
+    tensors = {"weight": codes, "weight_scale_inv": scale.astype(np.float32)}
+    matrix = unpack_files(tensors, (132, 192), "fp8", FLOAT32)
     assert [part.type_name for part in matrix.parts] == ["FP8"]
-    assert pack(matrix, WeightForm.STORED, DEVICE) is None
+    stored = pack(matrix, WeightForm.STORED, DEVICE)
+    assert stored is not None
+    assert np.array_equal(stored[0].codes.cpu().numpy(), codes)
+    assert np.array_equal(to_array(unpack(stored[0]).cpu()), matrix.dense(FLOAT32))
+    for dtype in (torch.float32, torch.bfloat16):
+        kept = PackedLinear(stored, None, dtype, torch.float32, name="stored")
+        weights = to_tensor(matrix.dense(FLOAT32)).to(DEVICE, dtype)
+        x = torch.randn(130, 192, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+        expected = DeviceLinear(weights, None, torch.float32)(x)
+        for rows in (x[:3], x[:20], x):
+            assert torch.equal(kept(rows), expected[: len(rows)])
     parts = pack(matrix, WeightForm.INT8, DEVICE)
     assert parts is not None
     assert np.array_equal(to_array(unpack(parts[0])), in_8_bits(matrix.dense(FLOAT32)))

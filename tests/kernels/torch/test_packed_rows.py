@@ -10,6 +10,7 @@ from kernels.cpu.quantized import BlockRows, in_q8_0
 from kernels.dequantize import BLOCK_SIZES, dequantize
 from kernels.torch import packed_rows
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows, unpack
+from tests.kernels.block_scales import set_scales, without_nan
 from tests.triton_device import DEVICE
 
 #: The types, and the bytes of a block that are float16.
@@ -22,9 +23,20 @@ HALVES = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "FP8": (),
 }
 #: Bits of a weight of 512 with its part of the scales. Types of five and six bits take eight.
-BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q4_K": 4.75, "Q5_K": 8.75, "Q6_K": 8.625}
+BITS = {
+    "Q8_0": 8.5,
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 8.5,
+    "Q5_1": 9,
+    "Q4_K": 4.75,
+    "Q5_K": 8.75,
+    "Q6_K": 8.625,
+    "FP8": 8.5,
+}
 
 
 def random_blocks(type_name: str, rows: int, depth: int, scale: float = 0.01) -> UInt8s:
@@ -35,6 +47,8 @@ def random_blocks(type_name: str, rows: int, depth: int, scale: float = 0.01) ->
     for place in HALVES[type_name]:
         halves = (rng.standard_normal(blocks.shape[:2]) * scale).astype("<f2")
         blocks[:, :, place : place + 2] = halves[:, :, None].view(np.uint8)
+    if type_name == "FP8":
+        set_scales(without_nan(blocks, type_name), type_name, rng.standard_normal((*blocks.shape[:2], 1)) * scale / 100)
     return blocks.reshape(rows, -1)
 
 
@@ -95,7 +109,7 @@ def test_rows_of_one_kind_are_joined() -> None:
     assert parts[0].joins(parts[1])
     assert torch.equal(unpack(join(parts)), torch.cat([unpack(part) for part in parts]))
     assert torch.equal(unpack(join(parts).rows(2, 4)), torch.cat([unpack(part) for part in parts])[2:4])
-    for other in ("Q4_0", "Q4_1", "Q6_K", "Q5_K"):
+    for other in ("Q4_0", "Q4_1", "Q6_K", "Q5_K", "FP8"):
         assert not parts[0].joins(packed_blocks(random_blocks(other, 3, 512), other, DEVICE))
 
 

@@ -189,12 +189,13 @@ SAMPLING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...]
 _ONE_LEVEL = dict.fromkeys(("scales", "fine", "minima", "fine_minima"), "*fp16")
 _TWO_LEVELS = {"scales": FLOAT, "fine": "*i8", "minima": FLOAT, "fine_minima": "*i8"}
 _NAMES = ("BIT", "BITS", "ZERO", "GROUP", "FINE", "MINIMA")
-PACKED: tuple[tuple[dict[str, str], tuple[int, ...]], ...] = (
+PACKED: tuple[tuple[dict[str, str], tuple[int | None, ...]], ...] = (
     (_ONE_LEVEL, (8, 8, 128, 32, False, False)),  # Q8_0
     (_ONE_LEVEL, (8, 4, 8, 32, False, False)),  # Q4_0
     ({**_ONE_LEVEL, "minima": FLOAT}, (8, 4, 0, 32, False, True)),  # Q5_0 in four bits
     (_TWO_LEVELS, (8, 4, 0, 32, True, True)),  # Q4_K
     (_TWO_LEVELS, (16, 7, 32, 16, True, False)),  # Q6_K
+    (dict.fromkeys(_ONE_LEVEL, FLOAT), (0, 8, None, 64, False, False)),  # FP8
 )
 
 
