@@ -9,7 +9,7 @@
 #include "threads/pool.h"
 
 /* Groups of a panel whose codes are unpacked at once, to memory that the first level cache keeps. */
-enum { SLICE_GROUPS = 8 };
+enum { SLICE_GROUPS = 24 };
 
 /* Rows whose sums are kept in memory during that, and blocks of x that a second level cache keeps with them. */
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
@@ -35,54 +35,77 @@ static const Int8Functions *functions(void) {
     return &int8_plain;
 }
 
+/* Return what is added to a type's codes as they are unpacked. If products take bytes of any size at the same speed, all
+ * zeros become that of Q8_0, whose functions need nothing for it. */
+static int raised_by(int type) {
+    const BlockType traits = BLOCK_TYPES[type];
+    const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
+    return has_dot_product && !traits.has_minimum && !traits.has_halves ? 128 - (1 << traits.zero_bits) : 0;
+}
+
 /* Return the position of number k of a block among its codes. */
 INLINE int place_of(const int k) { return k / 8 * 8 + k % 2 * 4 + k % 8 / 2; }
 
 /* Return the bits of the largest magnitude of a block; those of a NaN or infinity if there is one. */
 INLINE uint32_t largest_bits(const Floats numbers[GROUP / LANES]) {
-    uint32_t lanes[LANES], largest = 0;
     Signed most = {0};
 #pragma GCC unroll 8
     for (int i = 0; i < GROUP / LANES; i++) {
         const Signed bits = (Signed)numbers[i] & 0x7fffffff, is_more = bits > most;
         most = (bits & is_more) | (most & ~is_more);
     }
+#if defined(__AVX512F__)
+    return (uint32_t)_mm512_reduce_max_epi32((__m512i)most);
+#else
+    uint32_t lanes[LANES], largest = 0;
     memcpy(lanes, &most, sizeof lanes);
     for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
     return largest;
+#endif
+}
+
+/* Write the codes of a block and return their sums in each half. */
+INLINE void store_codes(Int8Block *block, const Floats numbers[GROUP / LANES], const Floats inverse, int32_t sums[2]) {
+#if defined(__AVX512F__) /* the conversion rounds to nearest even; sums are those of bytes without a sign */
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        const __m128i codes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)(numbers[i] * inverse)));
+        const __m128i bytes = _mm_shuffle_epi8(codes, order);
+        const __m128i parts = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        memcpy(block->codes + i * 16, &bytes, sizeof bytes);
+        sums[i] = _mm_cvtsi128_si32(parts) + _mm_extract_epi16(parts, 4) - 16 * 128;
+    }
+#else
+    int32_t values[GROUP];
+    for (int i = 0; i < GROUP / LANES; i++) {
+        const Signed codes = __builtin_convertvector(nearest(numbers[i] * inverse), Signed);
+        memcpy(values + i * LANES, &codes, sizeof codes);
+    }
+    for (int i = 0; i < GROUP; i++) {
+        block->codes[place_of(i)] = (int8_t)values[i];
+        sums[i / (GROUP / 2)] += values[i];
+    }
+#endif
 }
 
 INLINE void quantize_block(const void *x, int64_t k, const int dtype, Int8Block *block) {
     Floats numbers[GROUP / LANES];
-    Signed codes[GROUP / LANES];
+    int32_t sums[2] = {0};
     float largest;
     for (int i = 0; i < GROUP / LANES; i++) numbers[i] = load_numbers(x, k + i * LANES, dtype);
     const uint32_t bits = largest_bits(numbers);
     memcpy(&largest, &bits, sizeof largest);
-    memset(block, 0, sizeof *block);
-    if (bits >= 0x7f800000) block->scale = NAN;
-    if (bits >= 0x7f800000 || largest < LEAST) return;
+    if (__builtin_expect(bits >= 0x7f800000 || largest < LEAST, 0)) {
+        memset(block, 0, sizeof *block);
+        if (bits >= 0x7f800000) block->scale = NAN;
+        return;
+    }
+    store_codes(block, numbers, all_floats(127.0f / largest), sums);
     block->scale = largest / 127.0f;
-    const Floats inverse = all_floats(127.0f / largest);
-    for (int i = 0; i < GROUP / LANES; i++) codes[i] = __builtin_convertvector(nearest(numbers[i] * inverse), Signed);
-#if defined(__AVX512F__)
-    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    for (int i = 0; i < 2; i++) {
-        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)codes[i]), order);
-        memcpy(block->codes + i * 16, &bytes, sizeof bytes);
-    }
-    block->sum_of_first = _mm512_reduce_add_epi32((__m512i)codes[0]);
-    block->sum_of_codes = block->sum_of_first + _mm512_reduce_add_epi32((__m512i)codes[1]);
-#else
-    int32_t values[GROUP];
-    memcpy(values, codes, sizeof values);
-    for (int i = 0; i < GROUP; i++) {
-        block->codes[place_of(i)] = (int8_t)values[i];
-        block->sum_of_codes += values[i];
-        if (i == GROUP / 2 - 1) block->sum_of_first = block->sum_of_codes;
-    }
-#endif
-    block->sum = (float)block->sum_of_codes;
+    block->sum = (float)(sums[0] + sums[1]);
+    block->zeros = -128 * (sums[0] + sums[1]);
+    block->sum_of_first = sums[0];
 }
 
 /* Quantize rows [begin, end) of x. */
@@ -102,20 +125,21 @@ void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
 
 INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     const QuantizedLayout layout = layout_of(type);
+    const Words raised = all_words(work->raised_by * 0x01010101u);
     const OwnParts own = own_parts(work->type, type);
     for (int64_t g = work->first; g < work->last; g++, to++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
         for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const Scales scales = load_scales(head, group, v, own.unit, type);
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 1 + has_halves(type); half++) {
                 store_floats(to->scale[half] + v * LANES, scales.scale[half]);
-                store_floats(to->minimum[half] + v * LANES, scales.minimum[half]);
+                if (has_minimum(type)) store_floats(to->minimum[half] + v * LANES, scales.minimum[half]);
             }
 #pragma GCC unroll 8
             for (int s = 0; s < 8; s++)
                 store_floats(to->codes[s] + v * VECTOR_BYTES,
-                             (Floats)codes_of_step(group + layout.scale_bytes, v, s, own.levels, type));
+                             (Floats)(codes_of_step(group + layout.scale_bytes, v, s, own.levels, type) + raised));
         }
     }
 }
@@ -147,14 +171,17 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
 
-/* Multiply rows with unpacked groups, some rows after the other. */
-static void multiply_slice(const Int8Work *slice, int num_rows, int type) {
-    if (HAS_AMX) {
-        int8_multiply_amx(slice, num_rows, type);
-        return;
-    }
-    const int num_parts = (num_rows + INT8_ROWS - 1) / INT8_ROWS;
+/* Multiply rows with unpacked groups, some rows after the other. At the same time the packed groups from `ahead` on come to
+ * the second level cache. */
+static void multiply_slice(const Int8Work *slice, int num_rows, int type, const char *ahead, int64_t ahead_bytes) {
+    const int num_parts = HAS_AMX ? 1 : (num_rows + INT8_ROWS - 1) / INT8_ROWS;
     for (int i = 0; i < num_parts; i++) {
+        for (int64_t line = ahead_bytes * i / num_parts; line < ahead_bytes * (i + 1) / num_parts; line += 64)
+            __builtin_prefetch(ahead + line, 0, 2);
+        if (HAS_AMX) {
+            int8_multiply_amx(slice, num_rows, type);
+            return;
+        }
         const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
         Int8Work work = *slice;
         work.x += begin * work.x_stride;
@@ -167,6 +194,8 @@ static void multiply_slice(const Int8Work *slice, int num_rows, int type) {
 static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int64_t blocks = args->depth / GROUP;
+    const int raised = raised_by(entry->type);
+    const QuantizedLayout layout = layout_of(entry->type);
     _Alignas(64) Int8Group slice[SLICE_GROUPS];
     _Alignas(64) float sums[MOST_ROWS * PANEL_COLUMNS];
     memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
@@ -179,12 +208,14 @@ static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t p
             .last = last,
             .x = (const Int8Block *)args->quantized + row * args->quantized_stride + first,
             .x_stride = args->quantized_stride,
-            .zero_bits = BLOCK_TYPES[entry->type].zero_bits,
+            .zero_bits = raised ? 7 : BLOCK_TYPES[entry->type].zero_bits,
+            .raised_by = raised,
             .out = sums,
         };
         int8_unpack(&work, slice);
         work.panel = (const char *)slice;
-        multiply_slice(&work, num_rows, entry->type);
+        const char *ahead = (const char *)args->weights + entry->offset + group_offset(layout, last);
+        multiply_slice(&work, num_rows, raised ? Q8_0 : entry->type, ahead, (int64_t)layout.group_bytes * SLICE_GROUPS);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
 }

@@ -24,9 +24,9 @@
 typedef struct {
     int8_t codes[GROUP];
     float scale;
-    float sum;                /* of the codes */
-    int32_t sum_of_codes;     /* the same */
-    int32_t sum_of_first;     /* of the codes of the first half */
+    float sum;            /* of the codes */
+    int32_t zeros;        /* -128 times the same: what is added for weights whose codes have the zero 128 */
+    int32_t sum_of_first; /* of the codes of the first half */
 } Int8Block;
 
 /* Groups [first, last) of a panel, and rows of blocks from the first group on. */
@@ -36,14 +36,15 @@ typedef struct {
     int64_t first, last;
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
-    int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits; of types without a minimum */
+    int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum */
+    int32_t raised_by; /* what is added to codes as they are unpacked */
     float *out;       /* sums [rows][PANEL_COLUMNS], which are added to */
 } Int8Work;
 
 /* A group with its codes as bytes and its scales as floats. */
 typedef struct {
     uint8_t codes[8][PANEL_COLUMNS * 4]; /* steps of four codes for each column */
-    float scale[2][PANEL_COLUMNS], minimum[2][PANEL_COLUMNS]; /* for each half of the group */
+    float scale[2][PANEL_COLUMNS], minimum[2][PANEL_COLUMNS]; /* for each half, if the type has those; else the first */
 } Int8Group;
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. */

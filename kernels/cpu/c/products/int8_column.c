@@ -30,7 +30,7 @@ void int8_column(const void *weights, int64_t depth, int64_t column, float *out)
         const Int8Work work = {.panel = panel, .type = entry->type, .first = g, .last = g + 1};
         int8_unpack(&work, &group);
         for (int k = 0; k < GROUP; k++) {
-            const int half = k / (GROUP / 2);
+            const int half = traits.has_halves ? k / (GROUP / 2) : 0;
             float weight = code_of(&group, k, in_panel, entry->type) * group.scale[half][in_panel];
             if (traits.has_minimum) weight += group.minimum[half][in_panel];
             *out++ = float_of_bfloat16(bfloat16_of_float(weight));
