@@ -4,7 +4,8 @@ Weights come from memory, as in an engine: each product has enough copies that f
 turn. A time is the shortest of many, because other work on the machine only adds to it. The memory bandwidth at that
 time is a separate record: torch sums more bytes than the caches hold, and the median of many runs counts. For a GGUF
 file with quantized matrices, the C kernel's products are also measured as stored: those of the first layer and the
-head. Products in 8 bits use these matrices too, otherwise Q8_0.
+head. Products in 8 bits use these matrices too, otherwise Q8_0. gb_s counts the weights' bytes as a kernel has them in
+memory, and of_read is their share of the bandwidth.
 """
 
 import math
@@ -43,9 +44,18 @@ _READ_BYTES = 256 << 20
 _READ_SECONDS = 1.0
 
 Product = Callable[[Any], object]
+
+
+class Packed(NamedTuple):
+    """A weight as a kernel multiplies it."""
+
+    product: Product
+    num_bytes: int  # of the weight in memory
+
+
 Weight = torch.Tensor | StoredMatrix
 #: How a kernel packs a weight, and the weights that it uses as stored in a file, by product.
-Ways: TypeAlias = tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]
+Ways: TypeAlias = tuple[Callable[[Any], Packed], Mapping[str, StoredMatrix]]
 
 
 class Shape(NamedTuple):
@@ -71,7 +81,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
     kernels = torch_kernels(dtype)
     if library is not None:
         kernels = _c_kernels(library, path, model_config, shapes, dtype) | kernels
-    yield _measure_read(library, threads, rep)
+    yield (read := _measure_read(library, threads, rep))
     for kernel, (pack, stored) in kernels.items():
         torch.set_num_threads(1 if kernel.startswith("c-") else threads)
         common: dict[str, Any] = {"engine": NAME, "version": VERSION, "workload": "gemm", "kernel": kernel}
@@ -79,13 +89,15 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
         totals, total_bytes = dict.fromkeys(rows, 0.0), 0
         for shape in shapes:
             weight = stored.get(shape.name) or _random(shape, dtype)
-            total_bytes += _num_bytes(weight) * shape.layers
-            for num_rows, seconds in _measure(shape, weight, pack, dtype, rows).items():
+            copies = _copies(pack, weight)
+            num_bytes = copies[0].num_bytes
+            total_bytes += num_bytes * shape.layers
+            for num_rows, seconds in _measure(shape, [each.product for each in copies], dtype, rows).items():
                 totals[num_rows] += seconds * shape.layers
                 one = [shape._replace(layers=1)]
-                yield common | _record(shape.name, one, num_rows, seconds, _num_bytes(weight))
+                yield common | _record(shape.name, one, num_rows, seconds, num_bytes, read)
         for num_rows, seconds in totals.items():
-            yield common | _record("all", shapes, num_rows, seconds, total_bytes)
+            yield common | _record("all", shapes, num_rows, seconds, total_bytes, read)
     if library is not None:
         if model_config.experts is not None:
             common = {"engine": NAME, "version": VERSION, "workload": "gemm", "dtype": element_name(dtype)}
@@ -98,8 +110,15 @@ def torch_kernels(dtype: Dtype) -> dict[str, Ways]:
     """Return torch's ways to multiply, by name. oneDNN has none for bfloat16 on CPUs without AVX-512."""
     weight = torch.zeros(16, 16, dtype=DTYPES[dtype])
     is_prepacked = best_product(weight)[0] == "torch-prepacked"
-    prepacked: dict[str, Ways] = {"onednn-prepacked": (prepacked_product, {})} if is_prepacked else {}
-    return prepacked | {"linear": (plain_product, {})}
+
+    def prepacked(weight: torch.Tensor) -> Packed:
+        return Packed(prepacked_product(weight), weight.nbytes)
+
+    def plain(weight: torch.Tensor) -> Packed:
+        return Packed(plain_product(weight), weight.nbytes)
+
+    first: dict[str, Ways] = {"onednn-prepacked": (prepacked, {})} if is_prepacked else {}
+    return first | {"linear": (plain, {})}
 
 
 def _c_kernels(
@@ -133,7 +152,7 @@ def _stored_matrices(path: Path, config: ModelConfig, library: CpuLibrary) -> di
     }
 
 
-def _packed(library: CpuLibrary, weight: Numbers | PackedWeights | None, streams: bool) -> Product:
+def _packed(library: CpuLibrary, weight: Numbers | PackedWeights | None, streams: bool) -> Packed:
     """Return the weight in the engine's form.
 
     The model's size decides whether its weights bypass the caches, and whether they are compact.
@@ -141,16 +160,19 @@ def _packed(library: CpuLibrary, weight: Numbers | PackedWeights | None, streams
     assert weight is not None
     matrix = PackedMatrix(library, weight, is_kept=not streams)
     matrix.arguments.streams = streams
-    return lambda x: matrix(to_array(x))
+    return _of(matrix)
 
 
-def _packed_in_8_bits(library: CpuLibrary, weight: Weight, dtype: Dtype) -> Product:
+def _of(matrix: PackedMatrix) -> Packed:
+    return Packed(lambda x: matrix(to_array(x)), matrix.packed.nbytes)
+
+
+def _packed_in_8_bits(library: CpuLibrary, weight: Weight, dtype: Dtype) -> Packed:
     """Return a product in 8 bits with the matrix as stored, or as `--quantization int8` quantizes it."""
     matrix = weight if isinstance(weight, StoredMatrix) else StoredMatrix.of(to_array(weight))
     quantized = matrix.quantized(library, in_8_bits=True)
     assert quantized is not None, matrix.shape
-    product = PackedMatrix(library, quantized, dtype=dtype)
-    return lambda x: product(to_array(x))
+    return _of(PackedMatrix(library, quantized, dtype=dtype))
 
 
 def _num_weights(shape: Shape) -> int:
@@ -159,12 +181,6 @@ def _num_weights(shape: Shape) -> int:
 
 def _random(shape: Shape, dtype: Dtype) -> torch.Tensor:
     return torch.randn(shape.out_features, shape.in_features, dtype=DTYPES[dtype])
-
-
-def _num_bytes(weight: Weight) -> int:
-    if isinstance(weight, StoredMatrix):
-        return sum(part.data.nbytes for part in weight.parts)
-    return weight.nbytes
 
 
 def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[str, Any]:
@@ -204,11 +220,16 @@ def _shapes(config: ModelConfig) -> list[Shape]:
 
 
 @torch.inference_mode()
-def _measure(
-    shape: Shape, weight: Weight, pack: Callable[[Any], Product], dtype: Dtype, rows: Sequence[int]
-) -> dict[int, float]:
+def _copies(pack: Callable[[Any], Packed], weight: Weight) -> list[Packed]:
+    """Return the packed weight as often as is needed for the caches not to keep the copies."""
+    first = pack(weight)
+    count = min(_MAX_COPIES, math.ceil(_COPIES_BYTES / first.num_bytes))
+    return [first, *(pack(weight) for _ in range(count - 1))]
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, products: Sequence[Product], dtype: Dtype, rows: Sequence[int]) -> dict[int, float]:
     """Return the seconds of one product for each number of rows."""
-    products = [pack(weight) for _ in range(min(_MAX_COPIES, math.ceil(_COPIES_BYTES / _num_bytes(weight))))]
     best: dict[int, float] = {}
     for num_rows in rows:
         x = torch.randn(_rows(shape.name, num_rows), shape.in_features, dtype=DTYPES[dtype])
@@ -227,8 +248,10 @@ def _rows(name: str, num_rows: int) -> int:
     return min(num_rows, _HEAD_ROWS) if name == "head" else num_rows
 
 
-def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, num_bytes: int) -> dict[str, Any]:
-    """Return one record. num_bytes: of the weights; if bfloat16 weights are compact, three quarters are read."""
+def _record(
+    name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, num_bytes: int, read: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return one record. num_bytes: of the weights in memory. read: the record of memory's bandwidth."""
     num_products = sum(_num_weights(shape) * _rows(shape.name, num_rows) for shape in shapes)
     return {
         "product": name,
@@ -237,4 +260,5 @@ def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, n
         "us": round(seconds * 1e6, 2),
         "gflop_s": round(2 * num_products / seconds / 1e9, 1),
         "gb_s": round(num_bytes / seconds / 1e9, 2),
+        "of_read": round(num_bytes / seconds / 1e9 / read["gb_s"], 3),
     }
