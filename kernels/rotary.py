@@ -48,13 +48,13 @@ def llama3(
     """Stretch long wavelengths and keep short ones.
 
     Wavelengths above original_length / low_freq_factor are stretched. Those below original_length / high_freq_factor
-    are kept. Between the two they get a weighted mean.
+    are kept. Between the two, if they differ, they get a weighted mean.
     """
     one = np.float32(1)
     wavelengths = one / frequencies * np.float32(2 * math.pi)  # torch divides a number by a tensor like this
     low, high = original_length / low_freq_factor, original_length / high_freq_factor
     turns = one / wavelengths * np.float32(original_length)
-    smooth = (turns - np.float32(low_freq_factor)) / np.float32(high_freq_factor - low_freq_factor)
+    smooth = (turns - np.float32(low_freq_factor)) / np.float32(high_freq_factor - low_freq_factor or 1.0)
     stretched = frequencies / np.float32(factor)
     between = (one - smooth) * frequencies / np.float32(factor) + smooth * frequencies
     scaled: Floats = np.where(wavelengths > low, stretched, np.where(wavelengths < high, frequencies, between))

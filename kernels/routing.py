@@ -18,4 +18,5 @@ class Routing(NamedTuple):
     correction: Floats | None = None  # [experts] is added to the scores that choose, and not to weights
     added_to_sum: float = 0.0  # of weights that are normalised
     scales: Floats | None = None  # [experts] of the experts' weights, after all else
+    scales_inputs: bool = False  # weights are of what the experts read, and not of their results
     has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate

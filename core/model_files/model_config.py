@@ -76,8 +76,6 @@ MISSING_PARTS: dict[str, str] = {
     "MiniMaxM3VLForCausalLM": _INDEXER,
     "MiniMaxM3SparseForConditionalGeneration": _INDEXER,
     "Qwen4ExpForCausalLM": f"hyper-connections, tables of n-grams, and {_INDEXER}",
-    "Llama4ForCausalLM": "attention within chunks of the context",
-    "Llama4ForConditionalGeneration": "attention within chunks of the context",
     "HYV4ForCausalLM": f"hyper-connections, and {_INDEXER}",
     "ZayaForCausalLM": "attention whose queries and keys come from a convolution over tokens",
     "InklingForCausalLM": "scores of attention that depend on distances, and convolutions over keys and values",

@@ -72,6 +72,7 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     has_correction: bool = False
     added_to_sum: float = 0.0
     has_scales: bool = False  # of the experts' weights
+    scales_inputs: bool = False  # weights are of what the experts read, and not of their results
     #: They run alongside a dense MLP: norms of both results, which are added, and of what experts and router read.
     beside_dense: bool = False
 
@@ -223,6 +224,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm_of_rows: bool = False  # with qk_norm: all of Q's heads are normalised together, and all of K's
     qk_norm_by_head: bool = False  # with qk_norm: each head has its own weights
     qk_norm_after: bool = False  # with qk_norm: after the rotation; otherwise before it
+    qk_norm_plain: bool = False  # with qk_norm: without weights, and in layers with rotary embedding only
     #: The inputs of attention and of the MLP are normalised. If not, those of layers with a recurrent state still are,
     #: and these layers have no post_norms.
     pre_norms: bool = True

@@ -82,6 +82,8 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "inputs of single layers": config.per_layer is not None,
         "a table of positions": config.position_table,
         "state spaces without a norm": config.recurrent is not None and not config.recurrent.has_norm,
+        "experts whose inputs are scaled": config.experts is not None and config.experts.scales_inputs,
+        "head norms of some layers": config.qk_norm_plain,
         "the activation xIELU": config.hidden_act == "xielu",
         "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
     }

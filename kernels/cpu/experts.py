@@ -83,6 +83,7 @@ class CpuExperts:
                 num_chosen_groups=routing.num_chosen_groups,
                 best_of_group=routing.best_of_group,
                 added_to_sum=routing.added_to_sum,
+                scales_inputs=routing.scales_inputs,
                 scales=scales,
             ),
             has_shared_gate=routing.has_shared_gate,

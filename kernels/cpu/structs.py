@@ -113,7 +113,7 @@ class RoutingArguments(CStruct):
         ("scaling", _FLOAT),
         *_fields("num_experts num_chosen is_sigmoid normalises num_groups num_chosen_groups best_of_group", _INT32),
         ("added_to_sum", _FLOAT),
-        ("reserved", _INT32),
+        ("scales_inputs", _INT32),
         ("scales", _POINTER),
     )
 

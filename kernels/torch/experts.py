@@ -46,7 +46,11 @@ class TorchExperts:
         out = torch.zeros(x.shape, dtype=torch.float32)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero(as_tuple=True)
-            out.index_add_(0, rows, _result(self.experts[number], x[rows]) * weights[rows, places, None])
+            own = weights[rows, places, None]
+            if self.routing.scales_inputs:
+                out.index_add_(0, rows, _result(self.experts[number], (x[rows] * own).to(x.dtype)))
+            else:
+                out.index_add_(0, rows, _result(self.experts[number], x[rows]) * own)
         if self.shared is not None:
             result = _result(self.shared, x)
             out += result * logits[:, -1:].sigmoid() if self.routing.has_shared_gate else result

@@ -160,11 +160,23 @@ def unrotated_layers(
             return () if kind == "rope" else tuple(range(num_layers))
         case "no_rope_layers":
             flags = values.get("no_rope_layers")
-            if flags is None:
+            if flags is None or flags == []:
                 return every(values.integer("no_rope_layer_interval"), num_layers)
             if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
                 values.fail("no_rope_layers", f"must be a list of {num_layers} zeros and ones, got {flags!r:.80}")
             return tuple(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
+
+
+def within_chunks(values: Values, architecture: Architecture) -> None:
+    """Bound the context by the chunks within which tokens see each other, and by where scores grow with positions."""
+    if architecture.sliding != "by chunks":
+        return
+    most = values.integer("max_position_embeddings")
+    if values.get("attention_chunk_size") is not None:
+        most = min(most, values.integer("attention_chunk_size"))
+    if values.get("attn_temperature_tuning"):
+        most = min(most, values.integer("floor_scale") - 1)
+    values.values["max_position_embeddings"] = most
 
 
 def layer_thetas(

@@ -17,6 +17,7 @@ from core.model_files.settings.architecture_settings import (
     residuals,
     rotary_dim,
     unrotated_layers,
+    within_chunks,
 )
 from core.model_files.settings.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.settings.expert_settings import experts
@@ -79,6 +80,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         of_text_alone(values)
     adjusted_sizes(values, architecture)
     file_layers = our_layers(values, architecture)
+    within_chunks(values, architecture)
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
@@ -275,6 +277,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "qk_norm_by_head": architecture.qk_norm_by_head,
         "qk_norm_after": architecture.qk_norm_after,
+        "qk_norm_plain": architecture.qk_norm_plain,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
@@ -413,6 +416,8 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
         case "by layer_types, else all":
             all_layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
             layers = _named_layers(values, architecture, all_layers)
+        case "by chunks":
+            layers = ()
     if architecture.full_heads:  # transformers makes the last layer so
         layers = tuple(layer for layer in layers if layer != num_layers - 1)
     if not layers:

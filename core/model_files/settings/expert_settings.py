@@ -42,6 +42,7 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
         has_correction=row.has_correction,
         added_to_sum=row.added_to_sum,
         has_scales=row.beside_dense,
+        scales_inputs=row.scales_inputs,
         beside_dense=row.beside_dense,
         scaling=values.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scales else 1.0,
         **_groups(values, row, parts),
@@ -106,8 +107,9 @@ def expert_groups(values: Values, best_of_group: int, parts: ExpertParts) -> dic
 def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
     """Return the layers without a router.
 
-    These are the layers in mlp_layer_types; or those in mlp_only_layers, the first first_k_dense_replace or
-    num_dense_layers ones, all but every decoder_sparse_step-th one, and those that Ernie's settings exclude.
+    These are the layers in mlp_layer_types, or all but those in moe_layers; or those in mlp_only_layers, the first
+    first_k_dense_replace or num_dense_layers ones, all but every decoder_sparse_step-th one, and those that Ernie's
+    settings exclude.
     """
     kinds = values.get("mlp_layer_types")
     if kinds is not None:
@@ -118,6 +120,11 @@ def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
         ):
             values.fail("mlp_layer_types", f"must be a list of {num_layers} of 'dense' and 'sparse', got {kinds!r:.80}")
         return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    routed = values.get("moe_layers")
+    if routed is not None:
+        if not isinstance(routed, list) or any(type(layer) is not int for layer in routed):
+            values.fail("moe_layers", f"must be a list of layers, got {routed!r:.80}")
+        return tuple(layer for layer in range(num_layers) if layer not in routed)
     named = values.get("mlp_only_layers") or []
     if not isinstance(named, list) or any(type(layer) is not int for layer in named):
         values.fail("mlp_only_layers", f"must be a list of layers, got {named!r:.80}")
@@ -127,6 +134,8 @@ def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
     first = max(values.integer(name, 0) for name in names)
     end = values.get("moe_layer_end_index")
     last = num_layers - 1 if end in (None, -1) else values.integer("moe_layer_end_index")
-    step = max(values.integer(name, 1) for name in ("decoder_sparse_step", "moe_layer_interval"))
+    step = max(
+        values.integer(name, 1) for name in ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+    )
     routed = [layer for layer in range(first, last + 1) if layer not in named and not (layer + 1) % step]
     return tuple(layer for layer in range(num_layers) if layer not in routed)

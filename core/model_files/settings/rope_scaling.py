@@ -59,8 +59,8 @@ def _original_length(group: Values, max_position_embeddings: int) -> float:
 def _llama3(group: Values, max_position_embeddings: int) -> Llama3Scaling:
     low = group.number("low_freq_factor", 1 / _MAX_FACTOR, _MAX_FACTOR)
     high = group.number("high_freq_factor", 1 / _MAX_FACTOR, _MAX_FACTOR)
-    if high <= low:
-        group.fail("high_freq_factor", f"must be above low_freq_factor={low:g}, got {high:g}")
+    if high < low:
+        group.fail("high_freq_factor", f"must be at least low_freq_factor={low:g}, got {high:g}")
     return Llama3Scaling(_factor(group), low, high, _original_length(group, max_position_embeddings))
 
 

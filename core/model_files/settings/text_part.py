@@ -18,6 +18,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "InternVLForConditionalGeneration": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),
+    "Llama4ForConditionalGeneration": ("Llama4ForCausalLM",),
 }
 #: The first configs of these have the text settings among the others, not in text_config.
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")
@@ -32,7 +33,7 @@ _IMAGES = tuple(
     for stem in ("", "model.")
     for part in (
         *("visual", "vision_tower", "vision_embedder", "multi_modal_projector", "embed_vision"),
-        *("audio_tower", "embed_audio"),
+        *("audio_tower", "embed_audio", "vision_model"),
     )
 )
 

@@ -125,7 +125,7 @@ def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, .
         heads = {"q": config.num_attention_heads, "k": kv_heads}
         names = [f"heads.{head}.{name}_norm" for name, count in heads.items() for head in range(count)]
         shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in names}
-    elif config.qk_norm:
+    elif config.qk_norm and not config.qk_norm_plain:
         widths = (query_size, kv_size) if config.qk_norm_of_rows else (head_dim, head_dim)
         normed = zip("q" if values == "shared" else "qk", widths, strict=False)
         shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in normed}

@@ -25,6 +25,7 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     shared_size_key: str | None = None  # the setting for the size of the shared expert
     shared_count_key: str | None = None  # or the setting for its size as a number of experts
     has_shared_gate: bool = False
+    scales_inputs: bool = False
     is_sigmoid: bool = False  # experts' scores are sigmoids
     has_correction: bool = False  # experts are chosen by scores plus stored corrections
     added_to_sum: float = 0.0  # added to the sum that the weights are divided by
@@ -115,6 +116,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: layers from max_window_layers on, all but the last of every sliding_window_pattern layers, with
     #: use_sliding_window none, or all.
     #: With by_first_of_pattern: all but the first of every sliding_window_pattern layers.
+    #: By chunks: none, and contexts have at most attention_chunk_size tokens, which see each other.
     sliding: Literal[
         "none",
         "all",
@@ -123,12 +125,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         "by sliding_window_pattern",
         "by layer_types",
         "by layer_types, else all",
+        "by chunks",
     ] = "none"
     qk_norm: bool = False
     qk_norm_key: str | None = None  # the setting for qk_norm; in a GGUF file its tensors show it
     qk_norm_of_rows: bool = False
     qk_norm_by_head: bool = False
     qk_norm_after: bool = False
+    qk_norm_plain: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     centred_norms: bool = False  # norms are layer normalisations

@@ -100,8 +100,10 @@ def _head_norms(parts: WeightParts, attention: str, config: ModelConfig, index: 
     All query heads share one weight, and so do all key heads; with qk_norm_of_rows or _by_head each has its own. The
     rows of value heads, where they are normalised, follow; a layer that shares K and V has those of query heads only.
     """
-    if not config.qk_norm:
+    if not config.qk_norm or (config.qk_norm_plain and index in config.unrotated_layers):
         return None
+    if config.qk_norm_plain:
+        return np.ones((config.num_attention_heads + config.num_key_value_heads, config.head_dim), np.float32)
     if config.qk_norm_of_rows:
         rows = parts.take(*(f"{attention}{name}_norm.weight" for name in "qk"))
         return rows.reshape(-1, config.head_dim) + np.float32(config.norm_offset)

@@ -137,5 +137,6 @@ def _routing(routed: ExpertParts, correction: Floats | None, scales: Floats | No
         correction=correction,
         added_to_sum=routed.added_to_sum,
         scales=scales,
+        scales_inputs=routed.scales_inputs,
         has_shared_gate=routed.has_shared_gate,
     )

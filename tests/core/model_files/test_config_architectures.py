@@ -152,6 +152,10 @@ def test_features_of_the_other_architectures(tmp_path: Path) -> None:
     assert (config.rotary_dim, config.qkv_bias, config.output_bias) == (12, True, False)
     config = read(tmp_path, model_type="minimax_m2", head_dim=16, rotary_dim=8)
     assert (config.rotary_dim, config.qk_norm_of_rows) == (8, True)
+    config = read(tmp_path, model_type="llama4_text", max_position_embeddings=10**6, no_rope_layers=[])
+    assert (config.max_position_embeddings, config.unrotated_layers, config.qk_norm) == (8191, (3, 7), True)
+    config = read(tmp_path, model_type="llama4_text", max_position_embeddings=10**6, attn_temperature_tuning=False)
+    assert config.max_position_embeddings == 8192
     config = read(tmp_path, model_type="seed_oss", attention_out_bias=True)
     assert (config.qkv_bias, config.output_bias) == (True, True)
     config = read(tmp_path, model_type="olmo3", rope_theta=7e4, rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -167,6 +171,8 @@ def test_routed_mlps(tmp_path: Path) -> None:
     assert experts(model_type="qwen3_moe", **ROUTED, norm_topk_prob=True) == (8, 2, 16, True, ())
     assert experts(model_type="qwen3_moe", **ROUTED, mlp_only_layers=[2]) == (8, 2, 16, False, (2,))
     assert experts(model_type="qwen3_moe", **ROUTED, decoder_sparse_step=3) == (8, 2, 16, False, (0, 1, 3, 4, 6, 7))
+    assert experts(model_type="llama4_text", moe_layers=[1, 3, 5, 7])[4] == (0, 2, 4, 6)
+    assert experts(model_type="llama4_text", interleave_moe_layer_step=2)[4] == (0, 2, 4, 6)
     assert experts(model_type="mixtral") == (8, 2, 96, True, ())
     assert experts(model_type="olmoe") == (64, 8, 96, False, ())
     assert experts(model_type="granitemoe", num_local_experts=3) == (3, 2, 96, True, ())
@@ -245,6 +251,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
         {"model_type": "qwen3_moe", **ROUTED, "num_experts_per_tok": 9},
         "num_experts_per_tok must be at most num_experts=8",
     ),
+    ({"model_type": "llama4_text", "moe_layers": 3}, "moe_layers must be a list of layers, got 3"),
     ({"model_type": "qwen3_moe", **ROUTED, "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
     ({"model_type": "qwen3_moe"}, "num_experts is missing"),
     (
@@ -270,9 +277,9 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
     (
         {
             "model_type": "llama",
-            "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4},
+            "rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 3},
         },
-        "rope_scaling.high_freq_factor must be above low_freq_factor=4, got 4",
+        "rope_scaling.high_freq_factor must be at least low_freq_factor=4, got 3",
     ),
     (
         {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {}},

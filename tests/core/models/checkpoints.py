@@ -340,6 +340,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon-h1-normed": ("falcon_h1", {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "llama4": (
+        "llama4_text",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_layers": [1, 3],
+            "rope_parameters": {**LLAMA3, "low_freq_factor": 1.0, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4-without-norms": (
+        "llama4_text",
+        {
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "intermediate_size_mlp": 80,
+            "num_local_experts": 4,
+            "use_qk_norm": False,
+            "no_rope_layers": [1, 0, 1],
+        },
+    ),
     "mellum2": (
         "mellum",
         {

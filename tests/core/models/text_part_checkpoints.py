@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tests.core.models.checkpoints import SIZES
+from tests.core.models.checkpoints import CASES, SIZES
 from tests.core.models.gemma4_checkpoints import GEMMA4_CASES
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -37,6 +37,11 @@ TEXT_PART_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Gemma4",
         {**GEMMA4_CASES["gemma4-e2b"][1], "pad_token_id": 0},
         {**_LAYERS, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "llama4": (
+        "Llama4",
+        {**CASES["llama4"][1], "pad_token_id": 0},
+        {**_LAYERS, "image_size": 28, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     ),
     "gemma4-unified": (
         "Gemma4Unified",

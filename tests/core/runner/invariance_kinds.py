@@ -108,7 +108,7 @@ KINDS: dict[str, ModelConfig] = {
         TINY,
         latent=msgspec.structs.replace(_LATENT, query_dim=36),
         rope_scaling=YarnScaling(4.0, 64.0, 1.0),
-        experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
+        experts=msgspec.structs.replace(_SHARED, has_shared_gate=False, scales_inputs=True),
         **_ONE_HEAD,
     ),
     "short convolution": msgspec.structs.replace(TINY, recurrent=_CONVOLUTION),
@@ -117,7 +117,9 @@ KINDS: dict[str, ModelConfig] = {
     "centred head norms": msgspec.structs.replace(
         TINY, qk_norm=True, qk_norm_by_head=True, centred_norms=True, unrotated_layers=(1,), head_dim=24
     ),
-    "head norms after rotation": msgspec.structs.replace(TINY, qk_norm=True, qk_norm_after=True),
+    "head norms after rotation": msgspec.structs.replace(
+        TINY, qk_norm=True, qk_norm_after=True, qk_norm_plain=True, unrotated_layers=(1,)
+    ),
     "beside attention": msgspec.structs.replace(TINY, **_BESIDE),
     "gates of heads": msgspec.structs.replace(
         TINY,

@@ -43,7 +43,9 @@ class Weights:
         assert stored is not None
         return PackedMatrix(library, stored, dtype=self.dtype, **options)
 
-    def packed(self, library: CpuLibrary, *, normalises: bool = True, in_8_bits: bool = False) -> CpuExperts:
+    def packed(
+        self, library: CpuLibrary, *, normalises: bool = True, in_8_bits: bool = False, scales_inputs: bool = False
+    ) -> CpuExperts:
         def matrix(weight: Numbers, **options: Any) -> PackedMatrix:
             return self.matrix(library, weight, in_8_bits, **options)
 
@@ -54,10 +56,10 @@ class Weights:
                 DenseParts(matrix(gate_up, gate="silu"), matrix(down, out_dtype=FLOAT32))
                 for gate_up, down in zip(self.gate_up, self.down, strict=True)
             ],
-            Routing(CHOSEN, normalises),
+            Routing(CHOSEN, normalises, scales_inputs=scales_inputs),
         )
 
-    def defined(self, x: Numbers, *, normalises: bool) -> Floats:
+    def defined(self, x: Numbers, *, normalises: bool, scales_inputs: bool = False) -> Floats:
         """The definition, in float64 but for the rounding of the activation's result."""
         rows = to_floats(x).astype(np.float64)
         logits = rows @ to_floats(self.router).astype(np.float64).T
@@ -67,7 +69,11 @@ class Weights:
             weights = np.exp(numbers - numbers.max())
             weights /= weights[chosen].sum() if normalises else weights.sum()
             for expert in chosen:
-                gate, up = np.split(to_floats(self.gate_up[expert]).astype(np.float64) @ rows[row], 2)
+                own = rows[row]
+                if scales_inputs:
+                    own = to_floats(rounded((own * weights[expert]).astype(np.float32), self.dtype)).astype(np.float64)
+                    weights[expert] = 1
+                gate, up = np.split(to_floats(self.gate_up[expert]).astype(np.float64) @ own, 2)
                 gated = to_floats(rounded((gate / (1 + np.exp(-gate)) * up).astype(np.float32), self.dtype))
                 out[row] += weights[expert] * (to_floats(self.down[expert]).astype(np.float64) @ gated)
         return out.astype(np.float32)
@@ -84,12 +90,14 @@ def library() -> Iterator[CpuLibrary]:
     library.stop_threads()
 
 
-@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize(("normalises", "scales_inputs"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-def test_the_result_is_that_of_the_definition(dtype: Dtype, normalises: bool, library: CpuLibrary) -> None:
+def test_the_result_is_that_of_the_definition(
+    dtype: Dtype, normalises: bool, scales_inputs: bool, library: CpuLibrary
+) -> None:
     weights, x = Weights(dtype), rows_of(20, dtype)
-    got = to_floats(weights.packed(library, normalises=normalises)(x))
-    expected = weights.defined(x, normalises=normalises)
+    got = to_floats(weights.packed(library, normalises=normalises, scales_inputs=scales_inputs)(x))
+    expected = weights.defined(x, normalises=normalises, scales_inputs=scales_inputs)
     assert np.abs(got - expected).max() <= (2e-6 if dtype == FLOAT32 else 2e-2) * np.abs(expected).max()
 
 

@@ -53,8 +53,35 @@ static void sort_rows(const Batch *batch) {
     starts[0] = 0;
 }
 
+/* Write a row, times the weight of one of its experts, to that expert's place. */
+INLINE void scale_row(const char *row, float weight, char *out, int64_t width, const int dtype) {
+    for (int64_t i = 0; i < width; i += LANES)
+        store_some(out, i, width - i, load_some(row, i, width - i, dtype) * weight, dtype);
+}
+
+/* Write a thread's share of the rows, times their weights, to their places. Those of results are 1 then. */
+static void gather_scaled(const Batch *batch) {
+    const int num_chosen = batch->experts->routing.num_chosen;
+    const int64_t width = batch->experts->width, bytes = width * element_bytes(batch->dtype);
+    const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);
+    for (int64_t row = share_of(batch->num_rows, batch->thread, batch->num_threads); row < end; row++)
+        for (int i = 0; i < num_chosen; i++) {
+            float *weight = batch->room->weights + row * num_chosen + i;
+            char *out = (char *)batch->room->gathered + batch->room->places[row * num_chosen + i] * bytes;
+            if (batch->dtype == BFLOAT16)
+                scale_row(batch->x + row * bytes, *weight, out, width, BFLOAT16);
+            else
+                scale_row(batch->x + row * bytes, *weight, out, width, FLOAT32);
+            *weight = 1.0f;
+        }
+}
+
 /* Copy a thread's share of the rows to their places. */
 static void gather(const Batch *batch) {
+    if (batch->experts->routing.scales_inputs) {
+        gather_scaled(batch);
+        return;
+    }
     const int num_chosen = batch->experts->routing.num_chosen;
     const int64_t bytes = batch->experts->width * element_bytes(batch->dtype);
     const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);

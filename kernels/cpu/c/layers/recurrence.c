@@ -27,18 +27,6 @@ static int begins(const RecurrenceStep *args, int64_t request) {
     return args->positions[args->firsts[request]] == 0;
 }
 
-/* Load `count` numbers from one or several rows of `from`, lanes past the end as zero. */
-INLINE Floats load_some(const void *from, int64_t index, int64_t count, const int dtype) {
-    return count >= LANES ? load_numbers(from, index, dtype) : load_tail(from, index, count, dtype);
-}
-
-INLINE void store_some(void *to, int64_t index, int64_t count, Floats values, const int dtype) {
-    if (count >= LANES)
-        store_numbers(to, index, values, dtype);
-    else
-        store_tail(to, index, count, values, dtype);
-}
-
 /* --- the convolution --- */
 
 /* Return the input of the convolution for LANES channels, starting at `channel`. */
@@ -298,8 +286,7 @@ INLINE void gate_row(const RecurrenceStep *args, int64_t token, float *to, const
 INLINE void norm_row(const float *gated, const float *weight, char *out, int64_t width, int64_t size, float eps,
                      const int dtype) {
     if (!weight) {
-        for (int64_t i = 0; i < width; i += LANES)
-            store_some(out, i, width - i, load_some(gated, i, width - i, FLOAT32), dtype);
+        convert(gated, width, out, dtype);
         return;
     }
     for (int64_t first = 0; first < width; first += size)

@@ -20,7 +20,7 @@ typedef struct {
     int32_t num_groups, num_chosen_groups; /* equal numbers mean: there are no groups */
     int32_t best_of_group; /* how many of a group's largest compared numbers are added up: 1 or 2 */
     float added_to_sum;    /* of weights that are normalised */
-    int32_t reserved;
+    int32_t scales_inputs; /* weights are of what the experts read, and not of their results */
     const float *scales;   /* [num_experts] of the experts' weights; or NULL */
 } Routing;
 

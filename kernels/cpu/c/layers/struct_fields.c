@@ -76,7 +76,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Routing
     WHOLE FIELD(correction) FIELD(scaling) FIELD(num_experts) FIELD(num_chosen) FIELD(is_sigmoid) FIELD(normalises)
-    FIELD(num_groups) FIELD(num_chosen_groups) FIELD(best_of_group) FIELD(added_to_sum) FIELD(reserved) FIELD(scales)
+    FIELD(num_groups) FIELD(num_chosen_groups) FIELD(best_of_group) FIELD(added_to_sum) FIELD(scales_inputs) FIELD(scales)
 #undef STRUCT
 #define STRUCT ExpertsRoom
     WHOLE FIELD(logits) FIELD(chosen) FIELD(weights) FIELD(places) FIELD(starts) FIELD(active) FIELD(gathered)

@@ -283,4 +283,16 @@ INLINE void store_tail(void *row, int64_t index, int64_t count, Floats values, c
     }
 }
 
+/* Load and store the next vector, of a row of which `count` numbers are left. */
+INLINE Floats load_some(const void *from, int64_t index, int64_t count, const int dtype) {
+    return count >= LANES ? load_numbers(from, index, dtype) : load_tail(from, index, count, dtype);
+}
+
+INLINE void store_some(void *to, int64_t index, int64_t count, Floats values, const int dtype) {
+    if (count >= LANES)
+        store_numbers(to, index, values, dtype);
+    else
+        store_tail(to, index, count, values, dtype);
+}
+
 #endif

@@ -150,6 +150,7 @@ WRONG: list[tuple[str, str, Any]] = [
     ("granite", "embedding_multiplier", 1.0),
     ("granite", "residual_multiplier", 1.0),
     ("granite", "logits_multiplier", 1.0),
+    ("llama4", "qk_norm", False),
     ("falcon-h1", "factors", ()),
     ("glm4", "rotary_dim", 8),
     ("exaone4", "unrotated_layers", ()),
@@ -174,6 +175,7 @@ WRONG: list[tuple[str, str, Any]] = [
 #: Case -> a field of its experts and a wrong value.
 WRONG_EXPERTS: list[tuple[str, str, Any]] = [
     ("qwen2-moe", "normalises", True),
+    ("llama4", "scales_inputs", False),
     ("deepseek-v2", "num_chosen_groups", 4),
     ("deepseek-v2", "scaling", 1.0),
     ("deepseek-v3", "best_of_group", 1),
