@@ -70,12 +70,15 @@ def _decoder_pooler(config: EngineConfig, path: Path, model: Llama, whole: Model
         weight = to_floats(model.classifier).astype(np.float64)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, len(weight)))
     if config.classifier_from_token is not None:
-        weight = _token_difference(config, path, model, whole)
+        weight = _difference(config, path, model, whole, _named_tokens(config))
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation="sigmoid")
     if path.suffix == ".gguf":
         return Pooler(_gguf_method(path, "last"), hidden_size)
     if (path / "modules.json").is_file():
-        return _from_modules(path, hidden_size)
+        if (tokens := _logit_score(path, whole.vocab_size)) is None:
+            return _from_modules(path, hidden_size)
+        weight = _difference(config, path, model, whole, tokens)
+        return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, 1))
     return Pooler("last", hidden_size)
 
 
@@ -129,7 +132,8 @@ def _from_modules(path: Path, hidden_size: int) -> Pooler:
                 normalises = True
             case _:
                 raise UnsupportedModelError(
-                    f"{path}/modules.json: a module {kind} is not supported; Transformer, Pooling, Dense, Normalize are"
+                    f"{path}/modules.json: a module {kind} is not supported; Transformer, Pooling, Dense, Normalize, "
+                    "LogitScore are"
                 )
     if method is None:
         raise UnsupportedModelError(f"{path}/modules.json: there is no Pooling")
@@ -212,8 +216,27 @@ def _activation(path: Path, num_labels: int) -> Activation:
     return "sigmoid" if num_labels == 1 else "softmax"
 
 
-def _token_difference(config: EngineConfig, path: Path, model: Llama, whole: ModelConfig) -> Doubles:
-    """Return the weights [1, hidden] of a classifier whose logit is the second token's minus the first's."""
+def _logit_score(path: Path, vocab_size: int) -> tuple[int | None, int] | None:
+    """Return the tokens (no, yes) of a LogitScore, which follows the Transformer (sentence-transformers 6).
+
+    None: there is no such module. Without "no", the score is the logit of "yes". Errors: ModelFileError,
+    UnsupportedModelError.
+    """
+    kinds = _modules(path)
+    if not kinds or kinds[0][0] != "LogitScore":
+        return None
+    if len(kinds) > 1:
+        raise UnsupportedModelError(f"{path}/modules.json: a {kinds[1][0]} after a LogitScore is not supported")
+    file = kinds[0][1] / "config.json"
+    values = read_json_object(file)
+    no, yes = (values.get(f"{name}_token_id") for name in ("false", "true"))
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ([yes] if no is None else [no, yes])):
+        raise ModelFileError(f"{file}: true_token_id and false_token_id must be tokens, got {yes!r:.40} and {no!r:.40}")
+    return no, int(yes or 0)
+
+
+def _named_tokens(config: EngineConfig) -> tuple[int, int]:
+    """Return the tokens of classifier_from_token. Errors: ConfigError."""
     names = (config.classifier_from_token or "").split(",")
     if len(names) != 2 or not all(names):
         raise ConfigError(f"classifier_from_token must be two tokens, NO,YES; got {config.classifier_from_token!r}")
@@ -225,9 +248,19 @@ def _token_difference(config: EngineConfig, path: Path, model: Llama, whole: Mod
     for name, token in zip(names, ids, strict=True):
         if token is None:
             raise ConfigError(f"classifier_from_token: {name!r} is not a token of this model")
+    no, yes = (int(token or 0) for token in ids)
+    return no, yes
+
+
+def _difference(
+    config: EngineConfig, path: Path, model: Llama, whole: ModelConfig, tokens: tuple[int | None, int]
+) -> Doubles:
+    """Return the weights [1, hidden] of a classifier whose logit is the second token's, minus the first's if any."""
+    no, yes = tokens
+    ids = [yes] if no is None else [no, yes]
     head = "model.embed_tokens.weight" if whole.tie_word_embeddings else "lm_head.weight"
     tensors = open_weights(config.load_format, path, whole, model.dtype, reads=lambda name: name == head).tensors
     weight = next(weight for _, weight in tensors)
     matrix = StoredMatrix.of(weight) if isinstance(weight, np.ndarray) else weight
     rows = to_floats(matrix.dense(model.dtype)[np.array(ids, np.int64)]).astype(np.float64)
-    return rows[1:] - rows[:1]
+    return rows if no is None else rows[1:] - rows[:1]

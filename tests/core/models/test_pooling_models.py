@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from engine_core import LLM, ConfigError, InvalidRequestError, PoolingParams, UnsupportedModelError
+from engine_core import LLM, ConfigError, InvalidRequestError, ModelFileError, PoolingParams, UnsupportedModelError
 from ipc.tables.arrays import Floats
 from tests.core.models.checkpoints import SIZES
 
@@ -231,6 +231,20 @@ def test_a_score_by_two_tokens_of_a_language_model(tmp_path: Path) -> None:
     with LLM(str(tmp_path), **options) as llm:
         for output, right in zip(llm.classify(PROMPTS, use_tqdm=False), logits, strict=True):
             np.testing.assert_allclose(output.outputs.probs, right.softmax(-1)[1:].numpy(), atol=1e-5)
+    kinds = ("base.modules.transformer.Transformer", ""), ("cross_encoder.modules.LogitScore", "1_LogitScore")
+    modules = [{"type": f"sentence_transformers.{kind}", "path": path} for kind, path in kinds]
+    (tmp_path / "1_LogitScore").mkdir()
+    scored = {"no": {"true_token_id": 1, "false_token_id": 0}, "alone": {"true_token_id": 1, "false_token_id": None}}
+    for name, tokens in scored.items():
+        (tmp_path / "modules.json").write_text(json.dumps(modules))
+        (tmp_path / "1_LogitScore/config.json").write_text(json.dumps(tokens))
+        with LLM(str(tmp_path), **SMALL) as llm:
+            for output, right in zip(llm.classify(PROMPTS, use_tqdm=False), logits, strict=True):
+                score = (right[1] - right[0] if name == "no" else right[1]).sigmoid()
+                np.testing.assert_allclose(output.outputs.probs, [score.item()], atol=1e-5)
+    (tmp_path / "1_LogitScore/config.json").write_text(json.dumps({"true_token_id": 300}))
+    with pytest.raises(ModelFileError, match="true_token_id and false_token_id must be tokens, got 300 and None"):
+        LLM(str(tmp_path), **SMALL)
     with pytest.raises(ConfigError, match="'maybe' is not a token"):
         LLM(str(tmp_path), **{**options, "classifier_from_token": "no,maybe"})
     with pytest.raises(ConfigError, match="two tokens"):
