@@ -104,6 +104,7 @@ PUBLISHED: dict[str, str] = {
     "XLMRoberta": "bge-m3 (dense), multilingual-e5, bge-reranker",
     "Camembert": "CamemBERT embeddings and rerankers",
     "NomicBert": "nomic-embed-text 1, 1.5",
+    "JinaEmbeddingsV3": "jina-embeddings-v3 (-hf), without its tasks' adapters",
     "ModernBert": "gte-modernbert, modernbert-embed; rerankers",
 }
 

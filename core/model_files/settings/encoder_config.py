@@ -67,7 +67,8 @@ def read_encoder_config(
     if row.is_modern:
         parts, more = _modern_parts(values, row, is_classifier), _modern_attention(values, sizes["num_hidden_layers"])
     elif row.is_rotary:
-        parts, more = _rotary_parts(values), {"rope_theta": _one_theta(values)}
+        parts = _gated_parts(values) if row.is_gated else _bert_parts(values, row, is_classifier, 0)
+        more = {"rope_theta": _one_theta(values)}
     else:
         parts, more = _bert_parts(values, row, is_classifier, rows), {"rope_theta": 10_000.0}
         sizes["max_position_embeddings"] = rows - parts.first_position
@@ -95,6 +96,7 @@ def _activation(values: Values, name: str) -> EncoderActivation:
 
 
 def _bert_parts(values: Values, row: EncoderArchitecture, is_classifier: bool, rows: int) -> EncoderParts:
+    """rows: of the table of positions; 0 = there is none."""
     first = 0
     if row.pads_positions:
         first = values.integer("pad_token_id") + 1
@@ -104,12 +106,13 @@ def _bert_parts(values: Values, row: EncoderArchitecture, is_classifier: bool, r
         num_positions=rows,
         first_position=first,
         num_kinds=values.integer("type_vocab_size"),
+        has_fused_qkv="layers.{}.qkv" in row.weights,
         activation=_activation(values, "hidden_act"),
         head=row.head if is_classifier else "none",
     )
 
 
-def _rotary_parts(values: Values) -> EncoderParts:
+def _gated_parts(values: Values) -> EncoderParts:
     if (name := str(values.get("hidden_act"))) not in _GATES:
         values.refuse("hidden_act", f"{', '.join(_GATES)} are")
     return EncoderParts(

@@ -22,7 +22,8 @@ class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     head_weights: Mapping[str, str]  # the same for the layers after a classifier's pooling
     head: ClassifierHead
     is_modern: bool = False  # ModernBERT: rotary embedding, pre-norms, gates, sliding layers, no biases
-    is_rotary: bool = False  # rotary embedding, gates and no biases in products; otherwise like BERT
+    is_rotary: bool = False  # rotary embedding; otherwise like BERT
+    is_gated: bool = False  # MLPs with gates, one matrix of Q, K and V, and no biases in products; otherwise like BERT
     pads_positions: bool = False  # positions start after the padding token's number
     #: Defaults from transformers' config class for settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
@@ -84,6 +85,24 @@ _MODERN_BERT_WEIGHTS = {
     "layers.{}.up": "layers.{}.mlp.Wi",
     "layers.{}.down": "layers.{}.mlp.Wo",
     "final_norm": "final_norm",
+}
+_NOMIC_GGUF_WEIGHTS = {
+    "embeddings.words": "token_embd",
+    "embeddings.kinds": "token_types",
+    "embeddings.norm": "token_embd_norm",
+    "layers.{}.qkv": "blk.{}.attn_qkv",
+    "layers.{}.o": "blk.{}.attn_output",
+    "layers.{}.attention_out_norm": "blk.{}.attn_output_norm",
+    "layers.{}.gate": "blk.{}.ffn_gate",
+    "layers.{}.up": "blk.{}.ffn_up",
+    "layers.{}.down": "blk.{}.ffn_down",
+    "layers.{}.mlp_norm": "blk.{}.layer_output_norm",
+}
+_JINA_WEIGHTS = {
+    **{name: theirs for name, theirs in _NOMIC_WEIGHTS.items() if name != "layers.{}.gate"},
+    "layers.{}.qkv": "encoder.layers.{}.mixer.Wqkv",
+    "layers.{}.o": "encoder.layers.{}.mixer.out_proj",
+    "layers.{}.up": "encoder.layers.{}.mlp.fc1",
 }
 _ROBERTA_HEAD = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
 _BERT_DEFAULTS = {
@@ -152,22 +171,30 @@ ENCODERS = (
         head_weights={},
         head="none",
         is_rotary=True,
+        is_gated=True,
         defaults=_NOMIC_DEFAULTS,
         only=_NOMIC_ONLY,
         settings=_NOMIC_SETTINGS,
         gguf="nomic-bert",
-        gguf_weights={
-            "embeddings.words": "token_embd",
-            "embeddings.kinds": "token_types",
-            "embeddings.norm": "token_embd_norm",
-            "layers.{}.qkv": "blk.{}.attn_qkv",
-            "layers.{}.o": "blk.{}.attn_output",
-            "layers.{}.attention_out_norm": "blk.{}.attn_output_norm",
-            "layers.{}.gate": "blk.{}.ffn_gate",
-            "layers.{}.up": "blk.{}.ffn_up",
-            "layers.{}.down": "blk.{}.ffn_down",
-            "layers.{}.mlp_norm": "blk.{}.layer_output_norm",
+        gguf_weights=_NOMIC_GGUF_WEIGHTS,
+    ),
+    EncoderArchitecture(
+        stem="JinaEmbeddingsV3",
+        model_type="jina_embeddings_v3",
+        prefix="roberta.",
+        weights=_JINA_WEIGHTS,
+        head_weights=_ROBERTA_HEAD,
+        head="tanh",
+        is_rotary=True,
+        defaults={
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "max_position_embeddings": 8194,
+            "type_vocab_size": 1,
+            "rope_theta": 20_000.0,
         },
+        gguf="jina-bert-v3",
+        gguf_weights={name: theirs for name, theirs in _NOMIC_GGUF_WEIGHTS.items() if name != "layers.{}.gate"},
     ),
     EncoderArchitecture(
         stem="ModernBert",

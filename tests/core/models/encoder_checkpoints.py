@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": 300},
     "XLMRoberta": {"max_position_embeddings": 302, "type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "gelu_new"},
     "NomicBert": {"max_position_embeddings": 300},
+    "JinaEmbeddingsV3": {"max_position_embeddings": 300},
     "ModernBert": {
         "max_position_embeddings": 300,
         "local_attention": 40,

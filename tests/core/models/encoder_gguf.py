@@ -10,6 +10,8 @@ import torch
 from tests.core.models.encoder_checkpoints import WORDS
 
 _CONTROL, _NORMAL = 3, 1
+#: transformers' model types with rotary embedding -> llama.cpp's names.
+ROTARY = {"nomic_bert": "nomic-bert", "jina_embeddings_v3": "jina-bert-v3"}
 
 
 def pieces(words: list[str]) -> list[str]:
@@ -22,9 +24,9 @@ def write_bert(
 ) -> Path:
     """Write a transformers' encoder. metadata: keys behind the architecture's name, beside the converter's."""
     config = model.config
-    architecture = "nomic-bert" if config.model_type == "nomic_bert" else "bert"
+    architecture = ROTARY.get(config.model_type, "bert")
     writer = gguf.GGUFWriter(path, architecture)
-    if config.model_type == "nomic_bert":
+    if config.model_type in ROTARY:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -56,7 +58,7 @@ def write_bert(
     return path
 
 
-#: Names of transformers' NomicBertModel -> those of published files, which the converter reads.
+#: Names of transformers' models with rotary embedding -> those of published files, which the converter reads.
 _NOMIC = (
     ("embeddings.LayerNorm", "emb_ln"),
     ("layers.", "encoder.layers."),
@@ -75,10 +77,11 @@ def converted(model: Any, architecture: str) -> dict[str, Any]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     tensors = {name: one for name, one in model.state_dict().items() if not name.endswith("position_ids")}
-    if model.config.model_type == "nomic_bert":
-        for layer in range(model.config.num_hidden_layers):
-            parts = [tensors.pop(f"layers.{layer}.self_attn.{one}_proj.weight") for one in "qkv"]
-            tensors[f"layers.{layer}.self_attn.qkv_proj.weight"] = torch.cat(parts)
+    kinds = {"nomic_bert": ("weight",), "jina_embeddings_v3": ("weight", "bias")}.get(model.config.model_type, ())
+    for layer in range(model.config.num_hidden_layers):
+        for kind in kinds:
+            parts = [tensors.pop(f"layers.{layer}.self_attn.{one}_proj.{kind}") for one in "qkv"]
+            tensors[f"layers.{layer}.self_attn.qkv_proj.{kind}"] = torch.cat(parts)
     if model.config.model_type == "xlm-roberta":  # the rows before the first position's are left out
         table = "embeddings.position_embeddings.weight"
         tensors[table] = tensors[table][model.config.pad_token_id + 1 :]
@@ -87,7 +90,7 @@ def converted(model: Any, architecture: str) -> dict[str, Any]:
         if name.startswith("pooler."):
             continue
         stem, ending = name.rsplit(".", 1)
-        if model.config.model_type == "nomic_bert":
+        if model.config.model_type in ROTARY:
             for theirs, own in _NOMIC:
                 stem = stem.replace(theirs, own)
         found[f"{names.get_name(stem)}.{ending}"] = tensor

@@ -72,6 +72,7 @@ def test_the_second_text_has_its_own_kind(tmp_path: Path) -> None:
     [
         ("Bert", {"num_labels": 3}),
         ("XLMRoberta", {"num_labels": 1}),
+        ("JinaEmbeddingsV3", {"num_labels": 2}),
         ("ModernBert", {"num_labels": 2}),
         ("ModernBert", {"num_labels": 2, "classifier_pooling": "mean", "classifier_bias": True}),
     ],

@@ -33,7 +33,7 @@ def load(path: Path, dtype: Dtype = FLOAT32) -> Encoder:
     return Encoder(config, load_weights(path, config, dtype, library), dtype, library)
 
 
-@pytest.mark.parametrize("kind", ["Bert", "NomicBert", "XLMRoberta"])
+@pytest.mark.parametrize("kind", ["Bert", "NomicBert", "XLMRoberta", "JinaEmbeddingsV3"])
 def test_hidden_states_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
     """And the bits are those of the folder."""
     more = {"hidden_act": "gelu"} if kind == "XLMRoberta" else {}
