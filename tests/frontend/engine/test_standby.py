@@ -11,6 +11,7 @@ import pytest
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.engine import standby as standby_module
 from frontend.engine import standby_plan
 from frontend.engine.process import EngineProcess
 from frontend.engine.standby import Standby
@@ -145,7 +146,8 @@ def test_what_cannot_be_prepared_says_why() -> None:
         standby.take(Start(config, "ipc:///tmp/x"))
 
 
-def test_one_that_takes_too_long_is_ended() -> None:
+def test_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby_module, "_is_readable", lambda fd: False)  # it has reported nothing yet
     standby = Standby(FAKE, [], None, 0.0, loads_model=True)
     assert not standby.look(time.monotonic() + 1.0)
     assert standby.text == "was not ready in time"
