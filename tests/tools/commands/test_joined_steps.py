@@ -141,3 +141,21 @@ def test_a_capture_that_ends_in_the_middle_goes_on_with_made_up_tokens(tmp_path:
     single = simulation.simulate(base.config, base.info, base.recording, base.time, is_open=True, joins=False)
     assert single.num_made_up_tokens > 0
     assert base.run(base.config) == single
+
+
+def test_an_answer_without_known_tokens_ends_when_its_client_aborts(tmp_path: Path) -> None:
+    """As in a forecast, whose requests have made-up tokens and no other end."""
+    path = tmp_path / "a.cap"
+    record(path, CONFIG, workload(24))
+    base = simulator(path)
+    aborted = [index for index, one in enumerate(base.recording.requests) if one.aborted_ns]
+    for index in aborted:
+        one = base.recording.requests[index]
+        assert isinstance(one.message, AddRequest)
+        one.message = msgspec.structs.replace(one.message, params=one.message.params.changed(max_tokens=400))
+        one.tokens = [[]]
+    single = simulation.simulate(base.config, base.info, base.recording, base.time, is_open=True, joins=False)
+    assert base.run(base.config) == single
+    counts = [single.moments[index].num_tokens for index in aborted]
+    assert counts == [len(base.recording.requests[index].token_times) for index in aborted]
+    assert len(counts) == 3

@@ -54,8 +54,8 @@ class JoinedSteps:
         self._grows: Ints = NO_INTS  # [R] step, from 0, in which each row gets a block; past the last if none
         self._fills: Ints = NO_INTS  # [R] the step in which it computes the last token of its block
 
-    def look(self) -> int:
-        """Find count; it is 0 if the next step may do anything except give each row one token."""
+    def look(self, most: int) -> int:
+        """Find count, at most this; it is 0 if the next step may do anything except give each row one token."""
         self.count = 0
         scheduler, batch = self._scheduler, self._scheduler.batch
         self.rows = rows = batch.rows
@@ -65,7 +65,7 @@ class JoinedSteps:
         lengths, num_prompt = table.num_tokens[rows], table.num_prompt_tokens[rows]
         positions = lengths - num_prompt
         ends = self._executor.next_end(rows, positions, table.max_total_tokens[rows] - num_prompt)
-        count = int((ends - positions).min()) - 1
+        count = min(int((ends - positions).min()) - 1, most)
         if (
             count < 2
             or np.count_nonzero(lengths - table.num_computed_tokens[rows] != 1)
@@ -206,6 +206,7 @@ class Arrivals:
 
 
 _MAX_EMPTY_STEPS = 100_000  # in a row, with live requests, after which the engine counts as stuck
+_ANY = 2**31  # steps: more than are ever joined
 _POLL_NS = 1_000_000  # from a step that could run nothing to the next one: deadlines and pauses pass in that time
 
 
@@ -267,7 +268,7 @@ def simulate(
         if not run.engine.has_unfinished and run.arrivals.next_ns is not None:
             clock.now_ns = max(clock.now_ns, run.arrivals.next_ns)
         inbox = run.take_inbox(clock.now_ns)
-        if joined is not None and not inbox and not run.num_odd and joined.look() and run.join(joined, clock):
+        if joined is not None and not inbox and not run.num_odd and joined.look(run.num_before_abort) and run.join(joined, clock):
             continue
         replies = run.engine.step(inbox, clock.now_ns)
         features = run.watcher.take()
@@ -346,11 +347,18 @@ class Run:
         self._live: dict[RequestKey, int] = {}
         self._num_open: dict[int, int] = {}  # choices, by index
         self._aborts = list[tuple[int, RequestKey]]()  # (ns, request), a heap: aborts to come
+        self._cancelled: dict[RequestKey, int] = {}  # live requests to be aborted after some tokens: index
 
     @property
     def goes_on(self) -> bool:
         """Return whether a request is live or will arrive."""
         return self.arrivals.next_ns is not None or self.engine.has_unfinished
+
+    @property
+    def num_before_abort(self) -> int:
+        """Return how many steps of one token for each row may pass until a step whose token makes a client abort."""
+        left = [len(self._requests[at].token_times) - self.moments[at].num_tokens for at in self._cancelled.values()]
+        return min(left, default=_ANY) - 1
 
     def result(self, clock: _Clock) -> Simulated:
         """Return the run as it is now."""
@@ -377,7 +385,9 @@ class Run:
             self.num_odd += one.is_odd
             self.moments[index].arrived = arrived_ns
             inbox.append((one.client, one.message))
-            if one.aborted_ns and not one.token_times:
+            if one.aborted_ns and one.token_times:
+                self._cancelled[key] = index
+            elif one.aborted_ns:
                 heapq.heappush(self._aborts, (arrived_ns + one.aborted_ns - one.received_ns, key))
         while self._aborts and self._aborts[0][0] <= now_ns:
             client, number = heapq.heappop(self._aborts)[1]
@@ -441,6 +451,7 @@ class Run:
 
     def _end(self, key: RequestKey, end_ns: int) -> None:
         index = self._live.pop(key)
+        self._cancelled.pop(key, None)
         self.num_odd -= self._requests[index].is_odd
         self.moments[index].ended = end_ns
         self.moments[index].was_aborted = bool(self._requests[index].aborted_ns)
