@@ -18,16 +18,18 @@ from core.executors.load import load, load_drafting_model
 from core.executors.local import model_adapters
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.grammars.grammars import model_grammars
+from core.models.draft_head import DraftHead
 from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.parts.rank import Rank
 from core.models.step import ModelInputs
-from core.runner.cuda_model_runner import CudaModelRunner
+from core.runner.cuda_model_runner import CudaModelRunner, tapped_states
 from core.runner.decode_graphs import padded_rows
 from core.runner.device_blocks import shared_device_blocks
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
+from core.runner.head_drafter import HeadDrafter
 from core.runner.hosted_model import HostedModel
 from core.runner.mixed_graphs import most_work
 from core.runner.model_drafter import ModelDrafter
@@ -81,10 +83,10 @@ class CudaExecutor:
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded)
 
-    def _load_draft_model(self, config: EngineConfig) -> HostedModel | None:
+    def _load_draft_model(self, config: EngineConfig) -> HostedModel | DraftHead | None:
         model = load_drafting_model(config, self._loaded)
-        if model is None:
-            return None
+        if model is None or isinstance(model, DraftHead):
+            return model
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._draft_memory = CudaMemory(model, model.operations, config)
@@ -126,7 +128,7 @@ class CudaExecutor:
             return
         with self.memory.fits():
             self.memory.compile_steps()
-            if self._drafting is not None:
+            if isinstance(self._drafting, HostedModel):
                 self._draft_memory.compile_steps()
             drafts = config.speculative_config is not None
             self.runner.capture_graphs(drafts=drafts, num_tokens=config.max_num_batched_tokens)
@@ -158,16 +160,22 @@ class CudaExecutor:
         return loop_costs(loop, durations, self.runner.measure_overlapping(durations))
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
-        """Return the drafter for the draft model. Errors: MemoryError."""
+        """Return the drafter for the draft model or head. Errors: MemoryError."""
         if (drafting := self._drafting) is None:
             return None
+        num_rows, num_blocks, block_size = sizes["num_rows"], sizes["num_blocks"], sizes["block_size"]
+        if isinstance(drafting, DraftHead):
+            return HeadDrafter(
+                drafting,
+                num_rows=num_rows,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_drafts=self._num_drafts,
+                num_swap_blocks=sizes["num_swap_blocks"],
+            )
         drafting.settle_length(min(max_model_len, drafting.max_model_len))
         return ModelDrafter(
-            drafting,
-            num_rows=sizes["num_rows"],
-            num_blocks=sizes["num_blocks"],
-            block_size=sizes["block_size"],
-            num_drafts=self._num_drafts,
+            drafting, num_rows=num_rows, num_blocks=num_blocks, block_size=block_size, num_drafts=self._num_drafts
         )
 
     def _make_states(self, config: ResolvedConfig) -> RowStates | None:
@@ -333,7 +341,8 @@ class CudaMemory:
         metadata = tuple(work._replace(window=window) for window in model.windows)
         inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
         inputs = inputs._replace(requests=self._no_states(torch.from_numpy(counts)))
-        logits = model.logits(model.hidden_states(inputs), inputs.logits_rows)
+        hidden = tapped_states(model, inputs)[:, : model.config.hidden_size]
+        logits = model.logits(hidden, inputs.logits_rows)
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns(
             temperature=one,

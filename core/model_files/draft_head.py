@@ -18,6 +18,7 @@ from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
 from core.models.llama import Llama
+from core.models.operations.head_place import TappedOperations
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import read_gguf
 from ipc.files.safetensors import read_safetensors_folder
@@ -127,7 +128,7 @@ def _no_layer(folder: Path) -> ConfigError:
 
 
 def _check_target(target: Llama, method: str) -> None:
-    if target.library is None:
+    if not isinstance(target.operations, TappedOperations):
         raise ConfigError(
             f"speculative_config: method {method!r} needs the C kernels: install a C compiler or a wheel, and leave "
             "numerics and cpu_kernels out"

@@ -6,7 +6,6 @@ layers (MTP; DeepSeek-V3, arXiv 2412.19437) work like this; they differ in how t
 norms come between.
 """
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,17 +18,14 @@ from core.models.config import ModelConfig
 from core.models.layers.layer import Layer, build_layer, build_norm
 from core.models.layers.layer_kinds import windows
 from core.models.llama import Llama
-from core.models.operations.cpu_latent import CpuLatentAttend
-from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuStep
-from core.models.operations.operations import Norm, Product
+from core.models.operations.head_place import HeadPlace, TappedOperations
+from core.models.operations.operations import AttentionWork, Norm, Product
 from core.models.operations.stored_matrix import Weight
-from core.models.operations.tensor import Operation
+from core.models.operations.tensor import Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import AnyInts, Floats, Ints
-from kernels.cpu.attention_plan import AttentionPlan
-from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.kv_cache import CpuKVCache
-from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
+from kernels.elements import FLOAT32, Dtype
+from kernels.memory.kv_cache import KVCache
 
 
 class Eagle3Parts(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,10 +57,10 @@ class HeadWeights(NamedTuple):
 class _Joint(Protocol):
     """Joins a token and the hidden state before it."""
 
-    def states(self, taps: Floats) -> Floats:
+    def states(self, taps: Tensor) -> Tensor:
         """Return the states [T, hidden] float32 that represent the model's hidden states [T, taps * width]."""
 
-    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+    def join(self, embedded: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of Q, K and V, and the residual stream [T, hidden] float32, which the caller owns."""
 
 
@@ -75,17 +71,15 @@ class _Eagle3Joint:
     token_norm: Norm
     state_norm: Norm
     norm_is_residual: bool
-    dtype: Dtype
+    place: HeadPlace
 
-    def states(self, taps: Floats) -> Floats:
-        x = rounded(taps, self.dtype) if self.taps_norm is None else self.taps_norm(taps)
-        states: Floats = self.fc(x)
-        return states
+    def states(self, taps: Tensor) -> Tensor:
+        return self.fc(self.place.rounded(taps) if self.taps_norm is None else self.taps_norm(taps))
 
-    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+    def join(self, embedded: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.state_norm(states)
-        residual = to_floats(normed) if self.norm_is_residual else states
-        return np.concatenate((self.token_norm(embedded), normed), axis=1), np.array(residual, np.float32)
+        residual = self.place.own_floats(normed if self.norm_is_residual else states)
+        return self.place.joined((self.token_norm(embedded), normed), 1), residual
 
 
 @dataclass(frozen=True)
@@ -96,48 +90,47 @@ class _MtpJoint:
     input_norm: Norm
     taps_norm: Norm | None
     row: MtpRow
+    place: HeadPlace
 
-    def states(self, taps: Floats) -> Floats:
-        return taps if self.taps_norm is None else to_floats(self.taps_norm(taps))
+    def states(self, taps: Tensor) -> Tensor:
+        return taps if self.taps_norm is None else self.place.own_floats(self.taps_norm(taps))
 
-    def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+    def join(self, embedded: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self.row.zeroes_first:
             embedded[positions == 0] = 0
         normed = self.token_norm(embedded), self.state_norm(states)
-        residual = self.projection(np.concatenate(normed if self.row.token_first else normed[::-1], axis=1))
+        residual = self.projection(self.place.joined(normed if self.row.token_first else normed[::-1], 1))
         return self.input_norm(residual), residual
 
 
 class DraftHead:
-    """The weights and the forward pass of a draft head. It needs the C kernels, like the model's taps."""
+    """The weights and the forward pass of a draft head. It computes where the model does (HeadPlace).
+
+    States and the model's hidden states are tensors there; tokens, positions, slots and logits are in host memory.
+    """
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, target: Llama) -> None:
         """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming missing tensors.
 
-        target: the model whose tokens it predicts; it must use the C kernels.
+        target: the model whose tokens it predicts; its operations are TappedOperations.
         """
-        assert target.library is not None, "a draft head needs the C kernels"
+        assert isinstance(target.operations, TappedOperations), type(target.operations)
         own, dtype = config.layer, target.dtype
         self.config, self.dtype, self.sampler = config, dtype, target.sampler
         self.vocab_size, self.max_model_len = own.vocab_size, own.max_position_embeddings
         self._token_ids = weights.token_ids
-        theirs = target.operations
-        assert isinstance(theirs, CpuOperations), type(theirs)
-        self._operations = operations = CpuOperations(
-            own, dtype, target.library, theirs.form, shares_blocks=theirs.shares_blocks
-        )
+        self._place = place = target.operations.head_place(own)
+        self._operations = operations = place.operations
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
-        assert isinstance(self._layer.mixer.mix, CpuAttend | CpuLatentAttend), type(self._layer.mixer.mix)
-        self._attend = self._layer.mixer.mix
         self._norm = build_norm(operations, parts, "model.norm", own, dtype)
-        self._embedding = _unscaled(target.embedding)
+        self._embedding = place.unscaled(target.embedding)
         if config.eagle3 is None:
-            self._joint: _Joint = _mtp_joint(operations, parts, config, self._layer, target)
+            self._joint: _Joint = _mtp_joint(place, parts, config, self._layer, target)
             assert target.head is not None, "the target is whole"
             self._head: Product = target.head
         else:
-            self._joint = _eagle3_joint(operations, parts, config.eagle3, own, self._layer, dtype)
+            self._joint = _eagle3_joint(place, parts, config.eagle3, own, self._layer, dtype)
             if config.eagle3.has_embeddings:
                 self._embedding = operations.embedding(parts.take_matrix("model.embed_tokens.weight"), 1.0, None)
             self._head = operations.linear(parts.take_matrix("lm_head.weight"), out_dtype=FLOAT32)
@@ -147,24 +140,34 @@ class DraftHead:
         """Return the bytes of K and V of one block of block_size tokens."""
         return self._operations.bytes_per_block(block_size)
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate the cache of its K and V. Errors: MemoryError."""
-        cache = self._operations.allocate_cache(num_blocks, block_size)
-        assert isinstance(cache, CpuKVCache), type(cache)
-        return cache
+        return self._operations.allocate_cache(num_blocks, block_size)
 
-    def states(self, taps: Floats) -> Floats:
-        """Return the states [T, hidden] float32 for the model's hidden states [T, taps, width] float32."""
-        return self._joint.states(np.ascontiguousarray(taps.reshape(len(taps), -1)))
+    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocate a cache for K and V of blocks that are swapped out. Errors: MemoryError."""
+        return self._place.allocate_swap_cache(num_blocks, block_size)
 
-    def store(self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache) -> None:
+    def states(self, *taps: Tensor) -> Tensor:
+        """Return the states [T, hidden] float32 for the model's hidden states float32.
+
+        taps: one or more [n, taps, width] or [n, taps * width], one after the other.
+        """
+        return self._joint.states(self._place.joined([part.reshape(len(part), -1) for part in taps], 0))
+
+    def trial_states(self, count: int) -> Tensor:
+        """Return states [count, hidden] float32 without a meaning."""
+        return self.states(self._place.zeros(count, len(self.config.taps) * self.config.tap_width))
+
+    def store(self, token_ids: Ints, states: Tensor, positions: Ints, slots: Ints, cache: KVCache) -> None:
         """Store K and V of tokens [T], each with the state before it [T, hidden] and that state's position and slot."""
         x, _ = self._join(token_ids, states, positions)
-        self._attend.store(self._layer.mixer.qkv(x), self._step(positions, slots, cache), 0)
+        mixer = self._layer.mixer
+        self._place.store(mixer.mix, mixer.qkv(x), self._place.step(positions, slots, cache))
 
     def forward(
-        self, token_ids: Ints, states: Floats, positions: Ints, block_tables: AnyInts, cache: CpuKVCache
-    ) -> tuple[Floats, Floats]:
+        self, token_ids: Ints, states: Tensor, positions: Ints, block_tables: AnyInts, cache: KVCache
+    ) -> tuple[Floats, Tensor]:
         """Return the float32 logits [n, vocab] after one token of each of n rows, and the states [n, hidden] there.
 
         token_ids, states, positions [n]: as in store(). block_tables [n, P]: of the contexts. Tokens that the head
@@ -173,24 +176,19 @@ class DraftHead:
         size = cache.block_size
         slots = block_tables[np.arange(len(positions)), positions // size].astype(np.int64) * size + positions % size
         x, residual = self._join(token_ids, states, positions)
-        step = self._step(positions, slots, cache, self._plan(positions + 1, block_tables, cache))
+        step = self._place.step(positions, slots, cache, (self._work(positions + 1, block_tables, cache),))
         layer, mtp = self._layer, self.config.mtp
         assert layer.mlp is not None
         x = layer.mlp(layer.mlp_norm.after(residual, layer.mixer(x, step)))
         x = self._norm.after(residual, x)
-        return self._over_vocabulary(self._head(x)), to_floats(x) if mtp and mtp.reads_normed else residual
+        logits = self._over_vocabulary(self._place.to_host(self._head(x)))
+        return logits, self._place.own_floats(x) if mtp and mtp.reads_normed else residual
 
-    def _join(self, token_ids: Ints, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
+    def _join(self, token_ids: Ints, states: Tensor, positions: Ints) -> tuple[Tensor, Tensor]:
         """Return the input of Q, K and V, and the residual stream."""
-        return self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
+        return self._joint.join(self._embedding(self._place.sent(token_ids)), states, self._place.sent(positions))
 
-    def _step(self, positions: Ints, slots: Ints, cache: CpuKVCache, *work: AttentionPlan) -> CpuStep:
-        table = self._operations.tables[self._layer.kind]
-        assert table is not None, "a head rotates"
-        table.reach(int(positions.max()) + 1)
-        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), (table,), work, cache)
-
-    def _plan(self, context_lens: Ints, block_tables: AnyInts, cache: CpuKVCache) -> AttentionPlan:
+    def _work(self, context_lens: Ints, block_tables: AnyInts, cache: KVCache) -> AttentionWork:
         counts = np.ones(len(context_lens), np.int64)
         (window,) = windows(self.config.layer)
         return self._operations.attention_work(counts, context_lens, block_tables, cache, window, 0)
@@ -204,17 +202,17 @@ class DraftHead:
 
 
 def _eagle3_joint(
-    operations: CpuOperations, parts: WeightParts, eagle3: Eagle3Parts, own: ModelConfig, layer: Layer, dtype: Dtype
+    place: HeadPlace, parts: WeightParts, eagle3: Eagle3Parts, own: ModelConfig, layer: Layer, dtype: Dtype
 ) -> _Eagle3Joint:
+    operations = place.operations
     taps_norm = build_norm(operations, parts, "input_norm", own, dtype) if eagle3.norms_taps else None
     fc = operations.linear(parts.take_matrix("fc.weight"), out_dtype=FLOAT32)
     state_norm = build_norm(operations, parts, "model.layers.0.hidden_norm", own, dtype)
-    return _Eagle3Joint(taps_norm, fc, layer.input_norm, state_norm, eagle3.norm_is_residual, dtype)
+    return _Eagle3Joint(taps_norm, fc, layer.input_norm, state_norm, eagle3.norm_is_residual, place)
 
 
-def _mtp_joint(
-    operations: CpuOperations, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama
-) -> _MtpJoint:
+def _mtp_joint(place: HeadPlace, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama) -> _MtpJoint:
+    operations = place.operations
     own, row, dtype = config.layer, config.mtp, target.dtype
     assert row is not None, config
     token_norm, state_norm = (
@@ -222,15 +220,7 @@ def _mtp_joint(
     )
     projection = operations.linear(parts.take_matrix("model.layers.0.input_proj.weight"), out_dtype=FLOAT32)
     taps_norm = target.final_norm if row.reads_normed else None
-    return _MtpJoint(token_norm, state_norm, projection, layer.input_norm, taps_norm, row)
-
-
-def _unscaled(embedding: Operation) -> Operation:
-    """Return the embedding without the model's factor: heads are trained without it."""
-    assert isinstance(embedding, CpuEmbedding), type(embedding)
-    own = copy.copy(embedding)
-    own.scale = 1.0
-    return own
+    return _MtpJoint(token_norm, state_norm, projection, layer.input_norm, taps_norm, row, place)
 
 
 def head_shapes(config: HeadConfig, layer_shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -78,6 +78,7 @@ class Llama:
     The residual stream and all intermediate numbers of attention are float32.
     """
 
+    taps: tuple[int, ...] = ()  # of tap()
     state_size_of_model: int  # numbers in a request's recurrent states, in the layers of the whole model
     _cache: KVCache | None = None  # that of the last step
     #: Of each kind of layer: the key of its work. Kinds that see the same tokens of the same part share it.
@@ -228,12 +229,14 @@ class Llama:
         return self.decoder is not None and self._is_alone and not self.config.position_table
 
     def tap(self, places: Sequence[int]) -> None:
-        """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
+        """In each step, keep the residual stream as it is after these numbers of layers.
 
-        places: from 1 to the number of layers. It needs the C kernels. Call it before the first step.
+        The C decoder keeps it for StepResult.states_of(), hidden_states() appends it to a list. places: from 1 to the
+        number of layers. Call it before the first step.
         """
-        assert self.decoder is not None, "only the C decoder has taps"
-        self.decoder.tap(places)
+        self.taps = tuple(places)
+        if self.decoder is not None:
+            self.decoder.tap(places)
 
     def settle_length(self, max_model_len: int) -> None:
         """Set the rotary embeddings that depend on the number of tokens of the longest request."""
@@ -322,8 +325,11 @@ class Llama:
             inputs.turned,
         )
 
-    def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Run the layers operation by operation, and return the last layer's output [T, hidden] float32."""
+    def hidden_states(self, inputs: ModelInputs, tapped: list[Tensor] | None = None) -> Tensor:
+        """Run the layers operation by operation, and return the last layer's output [T, hidden] float32.
+
+        tapped: to it the residual stream [T, hidden] float32 at each place of tap() is added.
+        """
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
         operations, own = self.operations, self.per_layer
         places = (inputs.positions,) if self.config.position_table else ()
@@ -341,13 +347,15 @@ class Llama:
             follows = index + 1 < len(self.layers)
             if layer.scale is None and follows:
                 x = self.layers[index + 1].input_norm.after(hidden, x)
-                continue
-            operations.add(hidden, x)
-            if layer.scale is not None:
-                assert isinstance(operations, LayerwiseOperations), type(operations)
-                operations.scaled(hidden, layer.scale)
-            if follows:
-                x = self.layers[index + 1].input_norm(hidden)
+            else:
+                operations.add(hidden, x)
+                if layer.scale is not None:
+                    assert isinstance(operations, LayerwiseOperations), type(operations)
+                    operations.scaled(hidden, layer.scale)
+                if follows:
+                    x = self.layers[index + 1].input_norm(hidden)
+            if tapped is not None:
+                tapped += [hidden * 1 for place in self.taps if place == index + 1]  # hidden changes
         return hidden
 
     def _adapted(self, adapters: TokenAdapters) -> list[Layer]:

@@ -20,7 +20,7 @@ from core.pooling.rows import Wanted
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_tables import DeviceLogits, DeviceTables
-from core.runner.drafter import Drafter, RanStep
+from core.runner.drafter import Drafter, RanStep, StepStates
 from core.runner.graph_pool import GraphPool
 from core.runner.host_rows import HostRows
 from core.runner.mixed_graphs import MixedGraphs
@@ -121,6 +121,15 @@ def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColu
     return StepColumns(whole, whole, rows, at, rows, at, (np.ones(num_tokens, np.int64), at + 1), None, shared)
 
 
+def tapped_states(model: Llama, inputs: ModelInputs) -> torch.Tensor:
+    """Return a step's hidden states [T, hidden], followed by those that are tapped: [T, (1 + taps) * hidden]."""
+    if not model.taps:
+        hidden: torch.Tensor = model.hidden_states(inputs)
+        return hidden
+    tapped = list[torch.Tensor]()
+    return torch.cat((model.hidden_states(inputs, tapped), *tapped), 1)
+
+
 #: Number of steps launched back to back to measure how much they overlap.
 _OVERLAPPING = 3
 
@@ -180,6 +189,8 @@ class CudaModelRunner(ModelRunner):
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
         self._llama, self._group_size = model, operations.group_size
         self._device = operations.device
+        self._width = model.config.hidden_size
+        self._tapped: torch.Tensor | None = None  # [T, taps * width] of the last step, if the model is tapped
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
         self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
@@ -194,7 +205,12 @@ class CudaModelRunner(ModelRunner):
         """Return graphs, none captured yet, for decode steps of up to `num_tokens` tokens."""
         self._graph_pool = GraphPool(self._device)
         sizes: dict[str, Any] = {"most_splits": self._most_splits, "pool": self._graph_pool}
-        return DecodeGraphs(self.decode, self._device, num_tokens, self._llama.config.hidden_size, **sizes)
+        return DecodeGraphs(self.decode, self._device, num_tokens, self._hidden_width, **sizes)
+
+    @property
+    def _hidden_width(self) -> int:
+        """Return the size of what _forward() returns for a token."""
+        return self._width * (1 + len(self._llama.taps))
 
     @property
     def _most_splits(self) -> int:
@@ -217,7 +233,7 @@ class CudaModelRunner(ModelRunner):
                 num_tokens=num_tokens,
                 num_rows=num_rows,
                 group_size=self._group_size,
-                width=self._llama.config.hidden_size,
+                width=self._hidden_width,
                 most_splits=self._most_splits,
             )
             self.mixed.capture_all()
@@ -332,12 +348,13 @@ class CudaModelRunner(ModelRunner):
             states = self._llama.final_states(hidden, self._tables.send(wanted.tokens)) if len(wanted.tokens) else None
             pooling = wanted, None if states is None else self._receive(states)
         assert self.drafter is None or self._pending is None or self._pending.is_done, "drafts need each step's tokens"
-        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, logprobs, sampled, pooling))
+        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, columns, logprobs, sampled, pooling))
         return self._pending
 
     def _finish(
         self,
         plan: SchedulerOutput,
+        columns: StepColumns,
         logprobs: list[LogprobColumns],
         sampled: Sampled | None,
         pooling: tuple[Wanted, torch.Tensor | None] | None,
@@ -358,7 +375,7 @@ class CudaModelRunner(ModelRunner):
         if self.matchers and (self.states is None or self.states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
-            drafts = self._with_guesses(self.drafter, RanStep(plan), drafts)
+            drafts = self._with_guesses(self.drafter, RanStep(plan, self._states(columns)), drafts)
         pooled = None
         if pooling is not None:
             wanted, states = pooling
@@ -366,6 +383,20 @@ class CudaModelRunner(ModelRunner):
         return ModelRunnerOutput(
             plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
         )
+
+    @torch.inference_mode()
+    def _states(self, columns: StepColumns) -> StepStates | None:
+        """Return the hidden states of the last step; None: the model is not tapped."""
+        if (tapped := self._tapped) is None:
+            return None
+        size, positions = self.block_size, columns.positions
+        slots = self.table.blocks.get(columns.rows, positions // size) * np.int64(size) + positions % size
+        rows, counts = columns.rows[_firsts(columns)[:-1]].astype(np.int64), columns.num_tokens.astype(np.int64)
+
+        def of_tokens(indices: Ints) -> torch.Tensor:
+            return tapped.index_select(0, self._tables.send(indices))
+
+        return StepStates(rows, counts, columns.context_lens, slots, of_tokens)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
@@ -420,6 +451,8 @@ class CudaModelRunner(ModelRunner):
         hidden = self._replayed(given) if adapters is None and saves is None else None
         if hidden is None:
             hidden = self._forward(given, self._requests(columns, saves), adapters)
+        if self._llama.taps:
+            hidden, self._tapped = hidden.tensor_split((self._width,), 1)
         return hidden, logits_rows
 
     def _replayed(self, work: TritonWork) -> torch.Tensor | None:
@@ -450,7 +483,7 @@ class CudaModelRunner(ModelRunner):
         num_splits: int,
         hidden: torch.Tensor,
     ) -> None:
-        """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
+        """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, ...] of _forward().
 
         A row may have several, at consecutive positions; shared, common: see TritonWork. -1 is padding. Everything is
         on the device, so that a CUDA graph can capture it.
@@ -471,7 +504,7 @@ class CudaModelRunner(ModelRunner):
     def _forward(
         self, work: TritonWork, requests: DeviceStates | None, adapters: TokenAdapters | None = None
     ) -> torch.Tensor:
-        """Return the hidden states [T, hidden].
+        """Return the hidden states [T, hidden], followed by those that are tapped [T, taps * hidden].
 
         work: its tables are the device's block tables. Its window is ignored, because each layer has its own.
         """
@@ -479,8 +512,7 @@ class CudaModelRunner(ModelRunner):
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
         inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing, adapters=adapters)
         inputs = inputs._replace(requests=requests)
-        hidden: torch.Tensor = self._llama.hidden_states(inputs)
-        return hidden
+        return tapped_states(self._llama, inputs)
 
     def _sample(self, plan: SchedulerOutput, columns: StepColumns, logits: torch.Tensor) -> Sampled:
         """Launch the sampling of a step from the logits [S, V] of its samples."""

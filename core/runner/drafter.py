@@ -1,24 +1,34 @@
 """Drafter: the interface of a source of drafts in the executor that computes them with a model."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from core.models.step import StepResult
-from core.runner.step_inputs import StepInputs
+from core.models.operations.tensor import Tensor
 from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import Int32s, Ints
+
+
+class StepStates(NamedTuple):
+    """The tokens of a step of R rows, and the hidden states that the model gave for them."""
+
+    rows: Ints  # [R]
+    num_tokens: Ints  # [R] including drafts
+    context_lens: Ints  # [R] including drafts
+    slots: Ints  # [T] of each token, row after row
+    #: Returns what Llama.tap() keeps of the tokens with these indices [n]: [n, taps, width] or [n, taps * width]
+    #: float32, where the model computes.
+    of_tokens: Callable[[Ints], Tensor]
 
 
 class RanStep(NamedTuple):
     """A step of the model whose sampled tokens are in the table."""
 
     plan: SchedulerOutput
-    #: None: the step ran on a device, whose drafters read neither.
-    inputs: StepInputs | None = None
-    result: StepResult | None = None
+    states: StepStates | None = None  # None: nothing taps the model
 
 
 class Drafter(Protocol):

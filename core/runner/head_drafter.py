@@ -16,13 +16,13 @@ import numpy as np
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.models.draft_head import DraftHead
+from core.models.operations.tensor import Tensor
 from core.runner.draft_blocks import DraftBlocks
 from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
 from core.runner.draft_pause import DraftPause
-from core.runner.drafter import RanStep
+from core.runner.drafter import RanStep, StepStates
 from core.sampling.columns import SamplingColumns
-from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
-from kernels.cpu.decoder import DecoderResult
+from ipc.tables.arrays import NO_INT32S, Int32s, Ints
 from kernels.elements import Numbers
 
 #: The most tokens whose K and V are computed at once: it bounds the memory for hidden states.
@@ -33,7 +33,7 @@ class _Late(NamedTuple):
     """Tokens [T] of a step whose K and V are not computed yet, with what the model gave before them."""
 
     token_ids: Ints
-    taps: Floats  # [T, taps, width]
+    taps: Tensor  # of StepStates.of_tokens()
     positions: Ints  # of the states before them
     slots: Ints
 
@@ -59,7 +59,7 @@ class HeadDrafter:
         self.head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
         self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
-        self._swap_cache = head.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
+        self._swap_cache = head.allocate_swap_cache(num_swap_blocks, block_size) if num_swap_blocks else None
         self._pause, self._is_late = DraftPause(), is_late
         self._late: list[_Late] = []
         self._num_late = 0  # tokens
@@ -93,8 +93,8 @@ class HeadDrafter:
 
     def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
         """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
-        inputs = step.inputs
-        assert inputs is not None, "a head reads what the C kernels computed"
+        inputs = step.states
+        assert inputs is not None, "a head reads the model's states"
         rows = inputs.rows
         counts = np.zeros(len(rows), np.int32)
         starts = inputs.context_lens - inputs.num_tokens
@@ -106,13 +106,13 @@ class HeadDrafter:
             drafts[:] = False
         drafting = np.flatnonzero(drafts)
         first = inputs.num_tokens.cumsum() - inputs.num_tokens
-        self._keep(step, table, starts, first, num_kept - drafts)
+        self._keep(inputs, table, starts, first, num_kept - drafts)
         if self._late and (len(drafting) or not self._is_late):
             self._store_late()
         self._pause.offer(bool(len(drafting)))
         if not len(drafting):
             return counts, NO_INT32S
-        taps = _states_of(step, (first + num_kept - 1)[drafting])
+        taps = inputs.of_tokens((first + num_kept - 1)[drafting])
         token_ids = self._chain(rows[drafting], known[drafting], self.head.states(taps), table, sampling)
         most = np.minimum(self._num_drafts, self.head.max_model_len - known[drafting] + 2)
         counts[drafting] = np.minimum(most, num_drawn(token_ids))
@@ -120,11 +120,9 @@ class HeadDrafter:
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
         """Run one round of single-token drafts with meaningless contents, to measure it."""
-        config = self.head.config
-        taps = np.zeros((len(rows), len(config.taps), config.tap_width), np.float32)
-        self._chain(rows, np.full(len(rows), 2), self.head.states(taps), table, sampling)
+        self._chain(rows, np.full(len(rows), 2), self.head.trial_states(len(rows)), table, sampling)
 
-    def _keep(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
+    def _keep(self, inputs: StepStates, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
         """Keep what K and V of num_stored [R] tokens of each row of the step are computed from.
 
         starts, first [R]: position of the first one, and its index in the step.
@@ -135,13 +133,11 @@ class HeadDrafter:
         owners = np.arange(len(num_stored)).repeat(num_stored)
         places = np.arange(num_all) - (num_stored.cumsum() - num_stored).repeat(num_stored)
         positions, indices = starts[owners] + places, first[owners] + places
-        inputs = step.inputs
-        assert inputs is not None, "a head reads what the C kernels computed"
         rows = inputs.rows[owners]
         token_ids = table.tokens.get(rows, positions + 1).astype(np.int64)
         for begin in range(0, num_all, _PIECE):
             part = slice(begin, begin + _PIECE)
-            taps, slots = _states_of(step, indices[part]), inputs.slots[indices[part]]
+            taps, slots = inputs.of_tokens(indices[part]), inputs.slots[indices[part]]
             self._late.append(_Late(token_ids[part], taps, positions[part], slots))
             self._num_late += len(slots)
             if self._num_late >= _PIECE:
@@ -149,12 +145,16 @@ class HeadDrafter:
 
     def _store_late(self) -> None:
         """Compute and store K and V of all tokens that wait for it."""
-        late = _Late(*map(np.concatenate, zip(*self._late, strict=True))) if len(self._late) > 1 else self._late[0]
-        self._late, self._num_late = [], 0
-        self.head.store(late.token_ids, self.head.states(late.taps), late.positions, late.slots, self._cache)
+        late, self._late, self._num_late = self._late, [], 0
+        states = self.head.states(*(each.taps for each in late))
+        token_ids, positions, slots = (
+            np.concatenate(column)
+            for column in zip(*((each.token_ids, each.positions, each.slots) for each in late), strict=True)
+        )
+        self.head.store(token_ids, states, positions, slots, self._cache)
 
     def _chain(
-        self, rows: Ints, lengths: Ints, states: Floats, table: RunnerTable, sampling: SamplingColumns
+        self, rows: Ints, lengths: Ints, states: Tensor, table: RunnerTable, sampling: SamplingColumns
     ) -> Int32s:
         """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative after the last one.
 
@@ -172,8 +172,3 @@ class HeadDrafter:
         tokens = table.tokens.get(rows, lengths - 1).astype(np.int64)
         first = go_on(0, tokens)
         return draw_chain(rows, self._num_drafts, first, go_on, table, sampling, self.head.sampler)
-
-
-def _states_of(step: RanStep, indices: Ints) -> Floats:
-    assert isinstance(step.result, DecoderResult), type(step.result)
-    return step.result.states_of(indices)

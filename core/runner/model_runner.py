@@ -26,7 +26,7 @@ from core.models.step import ONCE, ModelInputs, StepResult
 from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
-from core.runner.drafter import Drafter, RanStep, merged
+from core.runner.drafter import Drafter, RanStep, StepStates, merged
 from core.runner.feature_rows import FeatureRows
 from core.runner.preemption_costs import FIRST_TOKENS, NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
@@ -41,6 +41,7 @@ from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
+from kernels.cpu.decoder import DecoderResult
 
 #: Number of prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes per logit.
 _PIECE = 32
@@ -137,7 +138,7 @@ class ModelRunner:
         if self.matchers and (self.states is None or self.states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
-            drafts = self._with_guesses(self.drafter, RanStep(plan, inputs, result), drafts)
+            drafts = self._with_guesses(self.drafter, RanStep(plan, _states(inputs, result)), drafts)
         candidates, self._candidates = self._candidates, None
         return ModelRunnerOutput(
             plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
@@ -484,3 +485,10 @@ class AdapterRows:
                 packed.append(one)
             of_row[index] = places[id(one)]
         return TokenAdapters(tuple(packed), of_row.repeat(num_tokens)) if packed else None
+
+
+def _states(inputs: StepInputs, result: StepResult) -> StepStates | None:
+    """Return a step's hidden states; None: this result has none."""
+    if not isinstance(result, DecoderResult):
+        return None
+    return StepStates(inputs.rows, inputs.num_tokens, inputs.context_lens, inputs.slots, result.states_of)

@@ -385,10 +385,10 @@ def _check_speculation(config: EngineConfig) -> None:
     settings, executor = config.speculative_config, config.executor
     if settings is None:
         return
-    if executor == "local" and config.device == "cuda" and settings.runs_head:
+    if config.device == "cuda" and settings.runs_head and config.kv_stores:
         raise ConfigError(
-            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts need the C kernels; "
-            "on device=cuda use method='draft_model', 'ngram' or 'suffix'"
+            f"{config.kv_stores[0]} on device=cuda does not support the blocks of a head that drafts "
+            f"(speculative_config: method={settings.method!r}): leave one of the two out"
         )
     if config.device == "cuda" and settings.runs_model and config.async_scheduling:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,9 @@ from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
+
+if TYPE_CHECKING:
+    from core.models.operations.cpu_head_place import CpuHeadPlace
 
 #: Returns the packed bytes of a name, and facts about them; or calls the function, which makes them, and keeps them.
 TakePacked = Callable[[str, Callable[[], tuple[UInt8s, tuple[int, ...]]]], tuple[UInt8s, tuple[int, ...]]]
@@ -350,6 +353,12 @@ class CpuOperations:
         for table in tables:
             table.reach(work[0].longest)
         return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache, requests)
+
+    def head_place(self, config: ModelConfig) -> "CpuHeadPlace":
+        """Return where a draft head computes whose layer is that of this config."""
+        from core.models.operations.cpu_head_place import CpuHeadPlace  # it imports this module
+
+        return CpuHeadPlace(config, self._dtype, self)
 
     def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:
         """Return an adapter packed for the C kernels."""

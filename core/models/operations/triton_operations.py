@@ -4,8 +4,9 @@ This module imports triton, so import it only for device=cuda.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -50,6 +51,9 @@ from kernels.triton.routed.experts import DeviceExpert, TritonExperts
 from kernels.triton.routed.packed_experts import Scratch
 from kernels.value_form import ValueForm
 
+if TYPE_CHECKING:
+    from core.models.operations.triton_head_place import TritonHeadPlace
+
 GATES: dict[str, Operation] = {
     "silu": silu_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
@@ -79,6 +83,29 @@ class TritonStep(NamedTuple):
     requests: DeviceStates | None = None  # where the recurrent states are; None: the model has none
 
 
+@dataclass(frozen=True)
+class TritonAttend:
+    """One layer's attention: normalise and rotate heads, store K and V, attend. kind: see layer_kinds.py."""
+
+    rope: TritonRope
+    kind: int
+    scale: float
+    cap: float | None = None  # of the scores
+    sinks: torch.Tensor | None = None  # [H] float32
+
+    def __call__(self, qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+        """Return the heads' results [T, H * D] for the layer's first product."""
+        q = self.store(qkv, step, index)
+        for attention in (prefill_attention, decode_attention):
+            attention(q, step.cache, index, step.work[self.kind], self.scale, q, self.cap, self.sinks)
+        return q.flatten(1)
+
+    def store(self, qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+        """Store K and V of the step's tokens. Return Q, normalised and rotated."""
+        cos, sin, growth = step.tables[self.kind]
+        return self.rope(qkv, cos, sin, step.cache, index, step.slots, growth)
+
+
 class TritonLatentAttend:
     """One layer's latent attention. kind: see layer_kinds.py."""
 
@@ -88,7 +115,6 @@ class TritonLatentAttend:
 
     def __call__(self, x: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
         """Return the heads' values [T, H * value_dim] for the layer's first product x."""
-        cos, sin, _ = step.tables[self._kind]
         work, cache = step.work[self._kind], step.cache
 
         def attend(q: torch.Tensor) -> torch.Tensor:
@@ -96,7 +122,12 @@ class TritonLatentAttend:
             decode_attention(q, cache, index, work, self._scale, q)
             return q
 
-        return self._latent.attend(self._latent.begin(x, cos, sin, step.slots, cache, index), attend)
+        return self._latent.attend(self.store(x, step, index), attend)
+
+    def store(self, x: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+        """Store the tokens' vectors. Return the queries."""
+        cos, sin, _ = step.tables[self._kind]
+        return self._latent.begin(x, cos, sin, step.slots, step.cache, index)
 
 
 class TritonOperations:
@@ -258,7 +289,7 @@ class TritonOperations:
 
     def attention(
         self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
-    ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+    ) -> "TritonAttend":
         """Return the attention of one layer; see Operations."""
         assert values == "own", values
         config = self._config
@@ -272,15 +303,7 @@ class TritonOperations:
             is_after=config.qk_norm_after,
         )
 
-        def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
-            cos, sin, growth = step.tables[kind]
-            q = rope(qkv, cos, sin, step.cache, index, step.slots, growth)
-            work, scale, cap = step.work[kind], config.scores_scale, config.scores_cap
-            prefill_attention(q, step.cache, index, work, scale, q, cap, scores)
-            decode_attention(q, step.cache, index, work, scale, q, cap, scores)
-            return q.flatten(1)
-
-        return attend
+        return TritonAttend(rope, kind, config.scores_scale, config.scores_cap, scores)
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the recurrence of one layer."""
@@ -316,6 +339,13 @@ class TritonOperations:
         if isinstance(requests, StateRows):
             requests = device_states(requests, self.device)
         return TritonStep(slots, tables, work, cache, positions, requests)
+
+    def head_place(self, config: ModelConfig) -> "TritonHeadPlace":
+        """Return where a draft head computes whose layer is that of this config."""
+        from core.models.operations.triton_head_place import TritonHeadPlace  # it imports this module
+
+        own = TritonOperations(config, self._dtype, self.device, self._form, is_exact=self.is_exact)
+        return TritonHeadPlace(own, DTYPES[self._dtype])
 
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]

@@ -3,6 +3,7 @@ executor: no token changes, drafts are those of a plain reference, and a head th
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ class Heard(HeadDrafter):
     def propose(self, step: RanStep, table: Any, sampling: Any) -> Any:
         counts, token_ids = super().propose(step, table, sampling)
         drafts = iter(token_ids.tolist())
-        for row, count in zip(step.inputs.rows.tolist(), counts.tolist(), strict=True):
+        for row, count in zip(step.states.rows.tolist(), counts.tolist(), strict=True):
             if count:
                 tokens = table.tokens.get(np.full(table.num_tokens[row], row), np.arange(table.num_tokens[row]))
                 self.heard.append((tokens.tolist(), [next(drafts) for _ in range(count)]))
@@ -118,8 +119,10 @@ def run(
     edits: list[dict[str, Any]] | None = None,
     num_requests: int = 10,
     pause: type[DraftPause] = NoPause,
+    make: Callable[[ResolvedConfig], Any] = LocalExecutor,
+    num_tokens: int = 30,
 ) -> tuple[dict[tuple[int, int], list[int]], SchedulerStats, list[tuple[list[int], list[int]]]]:
-    executor = LocalExecutor(config)
+    executor = make(config)
     executor.initialize_cache(config)
     heard: list[tuple[list[int], list[int]]] = []
     if isinstance(drafter := executor.runner.drafter, HeadDrafter):
@@ -134,7 +137,7 @@ def run(
         add_message(
             n,
             rng.integers(1, VOCAB, 5 + 9 * (n % 7)).tolist(),
-            30,
+            num_tokens,
             **{"temperature": (n % 3) / 2, "seed": n, **options[n % len(options)]},
         )
         for n in range(num_requests)
