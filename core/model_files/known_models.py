@@ -150,7 +150,6 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
     adapters = "all" if row.experts is None else "not experts"
     if row.latent:
         adapters = "no"
-    lacks_gpu = row.latent or row.recurrent is not None or row.full_heads or row.head_gates or row.position_table
     return KnownModel(
         models=PUBLISHED.get(name, ""),
         architecture=name,
@@ -158,7 +157,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         images=images,
         adapters=adapters,
         mtp=row.mtp is not None,
-        gpu=not lacks_gpu and row.activation != "xielu",
+        gpu=not row.full_heads,
         level="L2",
     )
 

@@ -183,7 +183,7 @@ def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) ->
     """Refuse a KV cache type that only decoders support. model: None = transformers' code. Errors: ConfigError."""
     if config.kv_cache_dtype == "auto":
         return
-    if config.device == "cpu":
+    if config.device != "cuda":
         if config.kv_cache_dtype == "fp8":
             raise ConfigError("kv_cache_dtype='fp8' needs device='cuda': use 'int8' on a CPU, or leave it out")
         if config.numerics == "L0" or config.cpu_kernels == "torch":

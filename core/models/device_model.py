@@ -78,13 +78,10 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "attention to the whole prompt": not config.is_causal,
         "heads of several sizes": config.full_heads is not None,
         "normalised values": config.value_norm,
-        "gates of heads": config.head_gates,
         "inputs of single layers": config.per_layer is not None,
-        "a table of positions": config.position_table,
         "state spaces without a norm": config.recurrent is not None and not config.recurrent.has_norm,
         "experts whose inputs are scaled": config.experts is not None and config.experts.scales_inputs,
         "head norms of some layers": config.qk_norm_plain,
-        "the activation xIELU": config.hidden_act == "xielu",
         "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

@@ -8,12 +8,27 @@ from kernels.triton.device import power_of_2
 from kernels.triton.gated_activation import MAX_BLOCK, SQRT_8_OVER_PI
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-_GELU_TANH, _GELU_ERF, _RELU_SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_GELU_TANH, _GELU_ERF, _RELU_SQUARED, _XIELU = (tl.constexpr(number) for number in range(4))
 
 
 @triton.jit
-def activate_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
-    """Compute BLOCK numbers of one row in each program."""
+def _exponential_rest(x):
+    """Return exp(x) - 1 - x for x <= 0: the series near 0, where the difference would lose its digits."""
+    near = tl.maximum(x, -0.5)  # nothing that is not chosen overflows
+    sums = near * (1.0 / 3628800.0) + 1.0 / 362880.0
+    sums = sums * near + 1.0 / 40320.0
+    sums = sums * near + 1.0 / 5040.0
+    sums = sums * near + 1.0 / 720.0
+    sums = sums * near + 1.0 / 120.0
+    sums = sums * near + 1.0 / 24.0
+    sums = sums * near + 1.0 / 6.0
+    sums = sums * near + 0.5
+    return tl.where(x > -0.5, sums * near * near, tl.exp(x) - 1.0 - x)
+
+
+@triton.jit
+def activate_kernel(x, out, constants, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
+    """Compute BLOCK numbers of one row in each program. constants: the four numbers of xIELU."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -21,6 +36,12 @@ def activate_kernel(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: 
     if FUNCTION == _RELU_SQUARED:
         positive = tl.maximum(number, 0.0, propagate_nan=tl.PropagateNan.ALL)
         result = positive * positive
+    elif FUNCTION == _XIELU:  # see kernels/cpu/c/layers/gate.h
+        limit = tl.load(constants + 3)
+        least = tl.where(number > limit, limit, number)  # NaN stays NaN
+        below = (_exponential_rest(least) + (least - number)) * tl.load(constants + 1)
+        above = number * number * tl.load(constants)
+        result = tl.where(number > 0.0, above, below) + number * tl.load(constants + 2)
     elif FUNCTION == _GELU_ERF:
         result = number * 0.5 * (1.0 + tl.erf(number * _SQRT_HALF))
     else:
@@ -46,12 +67,17 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     return _run(x, _RELU_SQUARED)
 
 
-def _run(x: torch.Tensor, function: tl.constexpr) -> torch.Tensor:
+def xielu(x: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
+    """Return xIELU (arXiv 2411.13010) for x, like gelu_tanh. constants [4] float32: see kernels/cpu/c/layers/gate.h."""
+    return _run(x, _XIELU, constants)
+
+
+def _run(x: torch.Tensor, function: tl.constexpr, constants: torch.Tensor | None = None) -> torch.Tensor:
     assert x.is_contiguous(), x.stride()
     out, (num_rows, width) = torch.empty_like(x), x.shape
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
         activate_kernel[(num_rows, triton.cdiv(width, block))](
-            x, out, WIDTH=width, BLOCK=block, FUNCTION=function.value
+            x, out, x if constants is None else constants, WIDTH=width, BLOCK=block, FUNCTION=function.value
         )
     return out

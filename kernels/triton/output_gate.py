@@ -9,12 +9,13 @@ from kernels.triton.gated_activation import MAX_BLOCK
 
 
 @triton.jit
-def open_gates_kernel(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute BLOCK numbers of one row in each program, in place."""
+def open_gates_kernel(mixed, gates, WIDTH: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute BLOCK numbers of one row in each program, in place. A gate is for EACH numbers."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
-    gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
+    which = tl.program_id(0).to(tl.int64) * (WIDTH // EACH) + column // EACH
+    gate = tl.load(gates + which, mask=inside, other=0.0).to(tl.float32)
     # exp of a number <= 0 never overflows.
     small = tl.exp(-tl.abs(gate))
     sigmoid = tl.where(gate < 0, small, 1.0) / (1.0 + small)
@@ -23,14 +24,15 @@ def open_gates_kernel(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def open_gates(mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Multiply mixed [T, W] by the sigmoid of gates [T, W] in place, and return mixed. Both contiguous, with one dtype.
+    """Multiply mixed [T, W] by the sigmoid of gates in place, and return mixed. Both contiguous, with one dtype.
 
-    It computes in float32 and rounds once.
+    gates [T, W], or [T, H], one for each of H heads. It computes in float32 and rounds once.
     """
     assert mixed.is_contiguous(), mixed.stride()
     assert gates.is_contiguous(), gates.stride()
     num_rows, width = mixed.shape
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
-        open_gates_kernel[(num_rows, triton.cdiv(width, block))](mixed, gates, WIDTH=width, BLOCK=block)
+        grid = num_rows, triton.cdiv(width, block)
+        open_gates_kernel[grid](mixed, gates, WIDTH=width, EACH=width // gates.shape[1], BLOCK=block)
     return mixed

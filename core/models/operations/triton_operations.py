@@ -31,7 +31,7 @@ from kernels.routing import Routing
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
 from kernels.torch.rope import query_factors, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
-from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
+from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared, xielu
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
@@ -187,9 +187,12 @@ class TritonOperations:
     def embedding(
         self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
     ) -> Operation:
-        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32. No rows are added."""
-        assert places is None, "a table of positions"
-        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale)
+        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
+
+        places: rows that are added, by a second argument, the positions [T].
+        """
+        rows = None if places is None else self._send(places)
+        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale, places=rows)
 
     def linear(
         self,
@@ -247,8 +250,9 @@ class TritonOperations:
         bias: Floats | None = None,
         constants: Floats | None = None,
     ) -> tuple[DeviceLinear | PackedLinear, Operation]:
-        """Return the product, and the operation that applies the function to its result. No function has constants."""
-        assert constants is None, function
+        """Return the product, and the operation that applies the function to its result. constants: of xIELU."""
+        if constants is not None:
+            return self.linear(weight, bias), partial(xielu, constants=self._send(constants))
         return self.linear(weight, bias), ACTIVATIONS[function]
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
@@ -316,7 +320,7 @@ class TritonOperations:
         return renew
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        """Return attention's output times the sigmoid of gates."""
+        """Return attention's output times the sigmoid of gates, of each number or each head."""
         return open_gates(mixed, gates)
 
     def step(

@@ -91,6 +91,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_norm_by_head": True,
         "unrotated_layers": (1,),
     },
+    "opt": {
+        "position_table": True,
+        "centred_norms": True,
+        "norm_bias": True,
+        "is_gated": False,
+        "hidden_act": "gelu",
+        "unrotated_layers": (0, 1),
+    },
+    "apertus": {"is_gated": False, "hidden_act": "xielu", "qk_norm": True},
+    "gated heads": {"head_gates": True, "num_key_value_heads": 2},
     "nemotron": {"is_gated": False, "hidden_act": "relu2", "centred_norms": True, "norm_bias": True},
     "qwen3-next": {"output_gate": True, "qk_norm": True},
     "mixtral": {"experts": ExpertParts(num_experts=5, num_chosen=2, intermediate_size=40, normalises=True)},
@@ -144,6 +154,8 @@ PARTS: list[tuple[str, str, Any]] = [
     ("cohere", "centred_norms", False),
     ("cohere", "residual", "in turn"),
     ("nemotron", "hidden_act", "gelu"),
+    ("opt", "position_table", False),
+    ("gated heads", "head_gates", False),
     ("qwen3-next", "output_gate", False),
 ]
 

@@ -120,16 +120,11 @@ def test_suffix_proposes_as_much_as_it_matches() -> None:
     assert shallow.num_speculative_tokens == 8
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_a_gpu_has_no_heads_that_draft(method: str) -> None:
-    model = {} if method == "mtp" else {"model": "some/model"}
-    with pytest.raises(ConfigError, match=f"method='{method}' runs on device=cpu only: .* method='draft_model', "):
-        config_from_options(speculative_config={"method": method, **model}, device="cuda")
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_a_gpu_has_the_drafts_that_are_looked_up(method: str) -> None:
-    assert config_from_options(speculative_config={"method": method}, device="cuda").speculative_config is not None
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle3"])
+def test_a_gpu_has_drafts_of_all_methods(method: str) -> None:
+    model = {"model": "some/model"} if method == "eagle3" else {}
+    config = config_from_options(speculative_config={"method": method, **model}, device="cuda")
+    assert config.speculative_config is not None
 
 
 def test_it_travels() -> None:

@@ -103,8 +103,15 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             **dict.fromkeys(("ADDS", "PRECEDES", "SCALES", "HAS_WEIGHT", "HAS_BIAS", "CENTRED"), True),
         },
     ),
-    (activation.activate_kernel, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
-    (output_gate.open_gates_kernel, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
+    *(
+        (
+            activation.activate_kernel,
+            {"x": HALF, "out": HALF, "constants": FLOAT},
+            {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": number},
+        )
+        for number in (1, 3)
+    ),
+    (output_gate.open_gates_kernel, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "EACH": 64, "BLOCK": 1024}),
     (
         gated_activation.gated_kernel,
         {"gate_up": HALF, "out": HALF},
@@ -117,8 +124,8 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (
         embedding.gather_kernel,
-        {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"},
-        {"WIDTH": 576, "BLOCK": 1024},
+        {"ids": LONG, "positions": INT, "table": HALF, "places": FLOAT, "out": FLOAT, "scale": "fp32"},
+        {"WIDTH": 576, "BLOCK": 1024, "HAS_PLACES": True},
     ),
     (
         kv_cache.copy_kernel,

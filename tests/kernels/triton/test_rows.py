@@ -119,6 +119,8 @@ def test_gates_of_attentions_output(dtype: torch.dtype) -> None:
     expected = output_gate.open_gates(mixed.cpu().float(), gates.cpu().float())
     assert_near(open_gates(mixed, gates), expected, dtype)
     assert open_gates(mixed[:0], gates[:0]).shape == (0, 1037)
+    heads, gates = random(3, 4 * 20, dtype=dtype), random(3, 4, dtype=dtype, seed=2)
+    assert_near(open_gates(heads.clone(), gates), output_gate.open_gates(heads.cpu(), gates.cpu()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -134,10 +136,25 @@ def test_gated_activations(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_xielu(dtype: torch.dtype) -> None:
+    """Numbers near 0, where the series is used, far from it, and without a sign."""
+    constants = torch.tensor([0.8, 0.6, 0.5, -1e-6])
+    x = torch.tensor([[-90.0, -3.0, -0.6, -0.5, -0.4, -1e-3, -1e-7, 0.0, -0.0, 1e-7, 0.7, 30.0]], dtype=dtype)
+    found = activation.xielu(x.to(DEVICE), constants.to(DEVICE))
+    wide = x.double()
+    below = (torch.expm1(wide.clamp(max=-1e-6)) - wide) * 0.6
+    expected = torch.where(wide > 0, wide * wide * 0.8, below) + wide * 0.5
+    assert_near(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding(dtype: torch.dtype) -> None:
     table, ids = random(11, 20, dtype=dtype), torch.tensor([10, 0, 3, 3], device=DEVICE)
-    assert torch.equal(embedding(ids, table, 1.5), table[ids].float() * 1.5)
-    assert embedding(ids[:0], table, 1.0).shape == (0, 20)
+    assert torch.equal(embedding(ids, table=table, scale=1.5), table[ids].float() * 1.5)
+    assert embedding(ids[:0], table=table, scale=1.0).shape == (0, 20)
+    places, positions = random(9, 20, seed=1), torch.arange(len(ids), device=DEVICE) * 2 % 9
+    found = embedding(ids, positions.int(), table=table, scale=1.5, places=places)
+    assert torch.equal(found, table[ids].float() * 1.5 + places[positions])
 
 
 #: The norms of heads: before or after rotation, of whole rows, layer normalisations.
