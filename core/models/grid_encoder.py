@@ -6,7 +6,7 @@ row and its column. Patches that become one row follow each other, and so do tho
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,7 +109,9 @@ class GridEncoder(GridImages):
         every = rotary_frequencies(head_dim, parts.rope_theta)
         frequencies = every[::2]
         table = RotaryTable(np.concatenate((frequencies, every[1::2] if parts.alternates else frequencies)))
-        norm = self._norm(files, "norm", self._dtype)
+        norm = CpuNorm(self._library, None, parts.norm_eps, self._dtype)
+        if not parts.plain_merger:
+            norm = self._norm(files, "norm", self._dtype)
         merger_eps = parts.norm_eps if parts.merger_eps is None else parts.merger_eps
         return CpuDecoder(
             self._library,
@@ -167,9 +169,13 @@ class GridEncoder(GridImages):
             matrix = files.take_matrix(f"{stem}.merge.weight").dense(self._dtype)
             apart = matrix.reshape(len(matrix), self.parts.hidden_size, -1).transpose(0, 2, 1)
             merge = linear(StoredMatrix.of(np.ascontiguousarray(apart).reshape(matrix.shape)))
-        first = linear(files.take_matrix(f"{stem}.first.weight"), self._bias(files, f"{stem}.first"), activation="gelu")
-        weight = files.take_matrix(f"{stem}.second.weight")
-        return Merger(merge, first, linear(weight, self._bias(files, f"{stem}.second"), out_dtype=FLOAT32))
+        has_biases = self.parts.has_biases or self.parts.plain_merger
+
+        def product(name: str, **options: Any) -> PackedMatrix:
+            weight = files.take_matrix(f"{stem}.{name}.weight")
+            return linear(weight, files.take(f"{stem}.{name}.bias") if has_biases else None, **options)
+
+        return Merger(merge, product("first", activation="gelu"), product("second", out_dtype=FLOAT32))
 
     @property
     def variant(self) -> str:

@@ -49,6 +49,8 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     alternates: bool = False
     split_qkv: bool = False  # files have Q, K and V as matrices of their own
     merge_first: bool = False  # one more product, without an activation, makes a patch of those that are merged
+    #: Patches are not normalised before they become rows, by products with biases whose results have a row's width.
+    plain_merger: bool = False
     merger_eps: float | None = None  # of the norm before merging; None = norm_eps
     #: Each row of an image but the last one ends with the text model's embedding of a token.
     breaks_rows: bool = False
@@ -91,6 +93,10 @@ def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]
         return {f"{name}.weight": (rows, columns)} | ({f"{name}.bias": (rows,)} if parts.has_biases else {})
 
     def merger(stem: str) -> dict[str, tuple[int, ...]]:
+        if parts.plain_merger:
+            sizes = {"first": (hidden_size, parts.joined_size), "second": (hidden_size, hidden_size)}
+            weights = {f"{stem}.{name}.weight": shape for name, shape in sizes.items()}
+            return weights | {f"{stem}.{name}.bias": (hidden_size,) for name in sizes}
         if parts.merge_first:
             first = product(f"{stem}.first", hidden_size, width)
             return (
@@ -120,7 +126,7 @@ def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]
         if parts.is_gated:
             shapes |= product(f"{stem}gate", inner, width)
         shapes |= product(f"{stem}up", inner, width) | product(f"{stem}down", width, inner)
-    shapes |= norm("norm", width) | merger("merger")
+    shapes |= ({} if parts.plain_merger else norm("norm", width)) | merger("merger")
     for index in range(len(parts.deep_layers)):
         shapes |= norm(f"deep.{index}.norm", parts.joined_size) | merger(f"deep.{index}")
     return shapes | ({"break.weight": (hidden_size,)} if parts.breaks_rows else {})

@@ -30,6 +30,7 @@ from tests.core.models.idefics3_checkpoint import noise
 from tests.core.models.mistral3_checkpoint import (
     FAMILIES,
     LONGEST,
+    PLAIN,
     UNIT,
     greedy,
     processor,
@@ -85,6 +86,7 @@ def theirs(family: str, number: int, dtype: torch.dtype) -> Any:
                 image_sizes=made["image_sizes"],
                 vision_feature_layer=-1,
                 return_dict=True,
+                **({"vision_feature_select_strategy": "full"} if family in PLAIN else {}),
             )
     finally:
         model.float()
@@ -133,6 +135,13 @@ def test_positions_beyond_the_first_context(folders: dict[str, Path]) -> None:
         assert tokens_of([output])[0] == greedy("ministral3", output.prompt_token_ids, IMAGES[:3], 8)
 
 
+def test_an_encoder_without_a_merger(folders: dict[str, Path]) -> None:
+    """Pixtral-12B in transformers' form, a LLaVA: each patch is a row."""
+    with LLM(str(folders["pixtral"]), **OPTIONS) as llm:
+        (output,) = llm.generate(asked(*IMAGES[:2], text="See [IMG] and [IMG]"), GREEDY, use_tqdm=False)
+        assert tokens_of([output])[0] == greedy("pixtral", output.prompt_token_ids, IMAGES[:2], 8)
+
+
 def test_a_chat(llm: LLM) -> None:
     parts = [{"type": "image", "image": IMAGES[1]}, {"type": "text", "text": "What is an [IMG] tag?"}]
     (output,) = llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False)
@@ -162,6 +171,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("multimodal_projector_bias", True, UnsupportedModelError, "multimodal_projector_bias"),
     ("projector_hidden_act", "relu", UnsupportedModelError, "projector_hidden_act"),
     ("vision_config.hidden_act", "quick_gelu", UnsupportedModelError, "hidden_act"),
+    ("vision_config.model_type", "clip_vision_model", UnsupportedModelError, "model_type='clip_.*'pixtral' is"),
     ("vision_config.hidden_size", 33, ModelFileError, "hidden_size"),
 ]
 
@@ -190,7 +200,7 @@ def test_a_folder_without_the_token_that_ends_rows(tmp_path: Path) -> None:
     assert LocalExecutor(config)._loaded.source.vision is None  # the text runs alone
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PLAIN])
 def test_a_projector_gives_the_rows_of_the_folder(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     encoder, config = encoder_of(folders[family]), read_model_config(folders[family])
     file, text = write_pixtral_projector(tmp_path / "mmproj-tiny.gguf", family), tmp_path / "tiny.gguf"

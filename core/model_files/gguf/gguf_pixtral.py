@@ -54,6 +54,7 @@ def read_gguf_pixtral(path: Path, text: ModelConfig) -> GridParts:
     if width % heads or width // heads % 4:
         values.fail("hidden_size", f"must be a multiple of 4 * {values.key('num_attention_heads')}={4 * heads}")
     return pixtral_parts(
+        merge_first=True,
         **sizes,
         merge_size=merge,
         max_rows=most_rows(values.integer("image_size"), sizes["patch_size"] * merge),

@@ -145,7 +145,8 @@ def _grid_config(folder: Path, values: Values, row: GridArchitecture) -> ModelCo
         pooled = read_pooled(vision, _processor(folder), config, sees_whole=sees_whole)
         return msgspec.structs.replace(config, vision=pooled)
     if row.form == "pixtral":
-        return msgspec.structs.replace(config, vision=read_pixtral(values, vision, _processor(folder), config))
+        parts = read_pixtral(values, vision, _processor(folder), config, plain_merger=row.plain_merger)
+        return msgspec.structs.replace(config, vision=parts)
     parts, axes = read_grid(vision, _processor(folder), row, config), rope_axes(rope, row, config, text)
     return msgspec.structs.replace(config, vision=parts, rope_axes=axes)
 

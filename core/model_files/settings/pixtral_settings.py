@@ -13,17 +13,23 @@ _MEAN, _STD, _LONGEST = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.2613
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
 
 
-def read_pixtral(values: Values, vision: Values, processor: Values, text: ModelConfig) -> GridParts:
+def read_pixtral(
+    values: Values, vision: Values, processor: Values, text: ModelConfig, *, plain_merger: bool = False
+) -> GridParts:
     """Return the encoder with these settings. values: of the whole model. processor: of PROCESSOR_FILE, empty if there
-    is none.
+    is none. plain_merger: see GridParts.
 
     Errors: ModelFileError, UnsupportedModelError.
     """
     for name, only in (("vision_feature_layer", -1), ("projector_hidden_act", "gelu")):
         if values.get(name) not in (None, only):
             values.refuse(name, f"only {only!r} is")
-    if values.boolean("multimodal_projector_bias"):
-        values.refuse("multimodal_projector_bias", "only false is")
+    if values.boolean("multimodal_projector_bias", plain_merger) != plain_merger:
+        values.refuse("multimodal_projector_bias", f"only {str(plain_merger).lower()} is")
+    if vision.get("model_type") not in (None, "pixtral"):
+        vision.refuse("model_type", "'pixtral' is")
+    if plain_merger and values.get("vision_feature_select_strategy") not in (None, "full"):
+        values.refuse("vision_feature_select_strategy", "'full' is")
     if vision.get("hidden_act") not in _ACTIVATIONS:
         vision.refuse("hidden_act", f"{', '.join(map(repr, _ACTIVATIONS))} are")
     if vision.get("num_channels") not in (None, 3):
@@ -33,7 +39,7 @@ def read_pixtral(values: Values, vision: Values, processor: Values, text: ModelC
         vision.fail("hidden_size", f"must be a multiple of 4 * num_attention_heads={4 * heads}, got {width}")
     if vision.get("head_dim") not in (None, width // heads):
         vision.refuse("head_dim", f"hidden_size / num_attention_heads = {width // heads} is")
-    patch, merge = vision.integer("patch_size"), values.integer("spatial_merge_size", 2)
+    patch, merge = vision.integer("patch_size"), 1 if plain_merger else values.integer("spatial_merge_size", 2)
     return pixtral_parts(
         hidden_size=width,
         intermediate_size=vision.integer("intermediate_size"),
@@ -44,7 +50,9 @@ def read_pixtral(values: Values, vision: Values, processor: Values, text: ModelC
         max_rows=most_rows(_longest(processor), patch * merge),
         hidden_act=vision.get("hidden_act"),
         rope_theta=_theta(vision),
-        merger_eps=text.rms_norm_eps,
+        merge_first=not plain_merger,
+        plain_merger=plain_merger,
+        merger_eps=None if plain_merger else text.rms_norm_eps,
         image_mean=processor.colours("image_mean", _MEAN),
         image_std=processor.colours("image_std", _STD),
         rescale_factor=processor.number("rescale_factor", 1e-6, 1.0, 1 / 255),
@@ -63,7 +71,6 @@ def pixtral_parts(**sizes: Any) -> GridParts:
         patch_norm=True,
         alternates=True,
         split_qkv=True,
-        merge_first=True,
         breaks_rows=True,
         turns_by_place=False,
         **sizes,

@@ -15,6 +15,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", "MistralForCausalLM"),
+    "LlavaForConditionalGeneration": ("MistralForCausalLM",),
     "InternVLForConditionalGeneration": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),

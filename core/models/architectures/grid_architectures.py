@@ -27,6 +27,7 @@ class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     #: Default of mrope_section: pairs of a head that each position turns; None = an image's tokens have one position.
     sections: tuple[int, int, int] | None = None
     in_turn: bool = False  # the sections' pairs alternate; otherwise they follow each other
+    plain_merger: bool = False  # see GridParts
 
 
 _SIZES: dict[str, Any] = {"num_heads": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
@@ -40,6 +41,15 @@ _QWEN3 = {
     "hidden_act": "gelu_pytorch_tanh",
     "num_position_embeddings": 2304,
     "out_hidden_size": 3584,
+}
+_PIXTRAL: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 1540,
+    "hidden_act": "gelu",
 }
 GRID_ROWS = (
     GridArchitecture(
@@ -111,17 +121,18 @@ GRID_ROWS = (
         names=("Mistral3ForConditionalGeneration",),
         gguf="pixtral",
         form="pixtral",
-        defaults={
-            "hidden_size": 1024,
-            "intermediate_size": 4096,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 16,
-            "patch_size": 14,
-            "image_size": 1540,
-            "hidden_act": "gelu",
-        },
+        defaults=_PIXTRAL,
         is_centred=False,
         is_gated=True,
+    ),
+    GridArchitecture(
+        names=("LlavaForConditionalGeneration",),
+        gguf="",
+        form="pixtral",
+        defaults={**_PIXTRAL, "patch_size": 16, "image_size": 1024},
+        is_centred=False,
+        is_gated=True,
+        plain_merger=True,
     ),
 )
 #: By name in config.json's architectures.

@@ -43,7 +43,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"hidden_act": "gelu"},
     ),
+    "pixtral": ("mistral", {}, {"hidden_act": "silu", "patch_size": UNIT}),
 }
+#: Those whose files have Pixtral's encoder without a merger of patches.
+PLAIN = ("pixtral",)
 
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
@@ -59,7 +62,12 @@ def tiny_tokenizer() -> tokenizers.Tokenizer:
 @lru_cache
 def tiny_model(family: str) -> Any:
     """A model in float32 with random weights, the same each time."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+    from transformers import (
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+    )
 
     hf, (kind, own, seeing) = tiny_tokenizer(), FAMILIES[family]
     text = {"model_type": kind, "vocab_size": hf.get_vocab_size(), "hidden_size": 48, "head_dim": 16, **own}
@@ -68,15 +76,16 @@ def tiny_model(family: str) -> Any:
     text |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False}
     vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 52, "num_hidden_layers": 3}
     vision |= {"num_attention_heads": 2, "image_size": LONGEST, "patch_size": 4, **seeing}
-    config = Mistral3Config(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=hf.token_to_id("[IMG]"),
-        spatial_merge_size=2,
-        tie_word_embeddings=False,
-    )
+    parts = {"text_config": text, "vision_config": vision, "image_token_index": hf.token_to_id("[IMG]")}
     torch.manual_seed(5)
-    model = Mistral3ForConditionalGeneration(config).eval()
+    if family in PLAIN:
+        plain = LlavaConfig(
+            **parts, vision_feature_layer=-1, vision_feature_select_strategy="full", tie_word_embeddings=False
+        )
+        model: Any = LlavaForConditionalGeneration(plain).eval()
+    else:
+        config = Mistral3Config(**parts, spatial_merge_size=2, tie_word_embeddings=False)
+        model = Mistral3ForConditionalGeneration(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             drawn = torch.randn(weight.shape) * (0.1 if "embed_tokens" in name else 0.25)
