@@ -25,6 +25,7 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
+_JOINED_EPS = 1e-5  # of the norm of concatenated patches
 _BLOCK = 16  # tokens per KV block; each image has its own blocks
 
 
@@ -47,29 +48,31 @@ class VisionEncoder:
         self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
         self.width = hidden_size
         files = WeightParts(weights)
-        num_patches = parts.patches_per_side**2
-        sizes = sizes_of(parts, eps=parts.layer_norm_eps, num_tokens=num_patches, num_positions=num_patches)
+        count = parts.num_tokens
+        sizes = sizes_of(parts, eps=parts.layer_norm_eps, num_tokens=count, num_positions=count)
         self._operations = operations = CpuOperations(sizes, dtype, library)
         patches = files.take_matrix("patches.weight")
         self._patches = operations.linear(patches, files.take("patches.bias"), out_dtype=FLOAT32)
         table = to_floats(files.take_matrix("positions.weight").dense(dtype))
         self._positions = table[position_ids(parts.patches_per_side)] if parts.finds_positions else table
+        self._first = np.zeros((0, parts.hidden_size), np.float32)
+        if parts.first_token:
+            self._first = to_floats(files.take_matrix("first.weight").dense(dtype)) + table[:1]
+            self._positions = np.ascontiguousarray(table[1:])
         self._decoder = self._make_decoder(files)
         self._join = self._make_join(files)
-        connector = files.take_matrix("connector.weight")
-        if parts.join == "mean and norm":
-            connector = StoredMatrix.of(np.ascontiguousarray(connector.dense(dtype).T))
-        self._connector = operations.linear(connector, out_dtype=FLOAT32)
+        self._connector = self._make_connector(files)
         self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
-        self._num_patches = len(self._positions)
-        num_blocks = -(-self._num_patches // _BLOCK)
+        num_blocks = -(-count // _BLOCK)
         self._cache = operations.allocate_cache(num_blocks + 1, _BLOCK)
         self._blocks = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
 
     def _make_decoder(self, files: WeightParts) -> CpuDecoder:
         parts, operations = self.parts, self._operations
         layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
-        norm = self._norm(files, "norm")
+        norm = CpuNorm(self._library, None, parts.layer_norm_eps, self._dtype)
+        if parts.final_norm:
+            norm = self._norm(files, "norm")
         to_floats_norm = CpuNorm(
             self._library, norm.weight, parts.layer_norm_eps, FLOAT32, bias=norm.bias, is_centred=True
         )
@@ -91,9 +94,26 @@ class VisionEncoder:
         side, factor = parts.patches_per_side, parts.scale_factor
         if parts.join == "shuffle":
             return lambda hidden: rounded(_shuffled(hidden, side, factor), dtype)
+        if parts.join == "norm and MLP":
+            own, bias = files.take("connector_norm.weight"), files.take("connector_norm.bias")
+            centred = CpuNorm(self._library, own, _JOINED_EPS, dtype, bias=bias, is_centred=True)
+            first = self._operations.linear(
+                files.take_matrix("connector.weight"), files.take("connector.bias"), activation="gelu"
+            )
+            return lambda hidden: first(centred(_shuffled(hidden, side, factor)))
         weight = files.take("connector_norm.weight") + np.float32(1)
         norm = CpuNorm(self._library, weight, parts.layer_norm_eps, dtype)
         return lambda hidden: norm(_means(hidden, side, factor))
+
+    def _make_connector(self, files: WeightParts) -> PackedMatrix:
+        """Return the product that ends in the rows."""
+        if self.parts.join == "norm and MLP":
+            matrix, bias = files.take_matrix("connector_out.weight"), files.take("connector_out.bias")
+            return self._operations.linear(matrix, bias, out_dtype=FLOAT32)
+        connector = files.take_matrix("connector.weight")
+        if self.parts.join == "mean and norm":
+            connector = StoredMatrix.of(np.ascontiguousarray(connector.dense(self._dtype).T))
+        return self._operations.linear(connector, out_dtype=FLOAT32)
 
     def _norm(self, files: WeightParts, name: str) -> CpuNorm:
         weight, bias = files.take(f"{name}.weight"), files.take(f"{name}.bias")
@@ -102,13 +122,18 @@ class VisionEncoder:
     def _layer(self, files: WeightParts, stem: str) -> LayerParts:
         parts, operations = self.parts, self._operations
 
-        def product(*names: str, activates: bool = False) -> PackedMatrix:
+        def product(*names: str, activates: bool = False, scale: str = "") -> PackedMatrix:
             weight = files.take_matrix(*(f"{stem}{name}.weight" for name in names))
-            bias = files.take(*(f"{stem}{name}.bias" for name in names))
+            has_bias = parts.qkv_bias or len(names) == 1
+            bias = files.take(*(f"{stem}{name}.bias" for name in names)) if has_bias else None
+            if scale and parts.branch_scales and bias is not None:
+                factors = files.take(f"{stem}{scale}_scale.weight")
+                numbers = to_floats(weight.dense(FLOAT32)) * factors[:, None]
+                weight, bias = StoredMatrix.of(rounded(numbers, self._dtype)), bias * factors
             return operations.linear(weight, bias, activation=parts.hidden_act if activates else None)
 
         before, mlp_norm = self._norm(files, f"{stem}attention_norm"), self._norm(files, f"{stem}mlp_norm")
-        qkv, o = product("q", "k", "v"), product("o")
+        qkv, o = product("q", "k", "v"), product("o", scale="attention")
         return LayerParts(
             input_norm=before,
             qkv=qkv,
@@ -116,7 +141,7 @@ class VisionEncoder:
             o=o,
             attention_out_norm=None,
             mlp_norm=mlp_norm,
-            mlp=DenseParts(product("up", activates=True), product("down")),
+            mlp=DenseParts(product("up", activates=True), product("down", scale="mlp")),
             mlp_out_norm=None,
             kind=0,
         )
@@ -139,17 +164,19 @@ class VisionEncoder:
 
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
-        parts, count = self.parts, self._num_patches
+        parts, count = self.parts, self.parts.num_tokens
         side, patch = parts.patches_per_side, parts.patch_size
         values = self._pixels[np.arange(3), pixels]
-        cut = values.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3).reshape(count, -1)
-        given = np.ascontiguousarray(to_floats(self._patches(rounded(cut, self._dtype))) + self._positions)
+        cut = values.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3).reshape(side * side, -1)
+        patches = to_floats(self._patches(rounded(cut, self._dtype))) + self._positions
+        given = np.concatenate((self._first, patches))
         places = np.arange(count)
         whole = np.array([count])
         work = self._operations.attention_work(whole, whole, self._blocks, self._cache, None, 0)
         nothing = np.zeros(0, np.int64)
         result = self._decoder(-1 - places, places, places + _BLOCK, [work], self._cache, nothing, 0, None, given)
-        rows: Floats = to_floats(self._connector(self._join(result.hidden_of(places))))
+        hidden = result.hidden_of(places)[len(self._first) :]
+        rows: Floats = to_floats(self._connector(self._join(hidden)))
         return rows
 
 

@@ -12,6 +12,7 @@ from frontend.images.any_size import any_size_images
 from frontend.images.gemma3 import gemma3_images
 from frontend.images.gemma4 import gemma4_images
 from frontend.images.idefics3 import idefics3_images
+from frontend.images.internvl import internvl_images
 from frontend.images.pixtral import pixtral_images
 from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
@@ -29,6 +30,7 @@ _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str
     "Idefics3ImageProcessor": idefics3_images,
     "SmolVLMImageProcessor": idefics3_images,
     "Gemma3ImageProcessor": gemma3_images,
+    "GotOcr2ImageProcessor": internvl_images,
     "Gemma4ImageProcessor": gemma4_images,
     "PixtralImageProcessor": pixtral_images,
     "Qwen2VLImageProcessor": any_size_images,

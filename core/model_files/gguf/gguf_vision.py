@@ -50,7 +50,9 @@ def read_gguf_vision(path: Path) -> VisionParts:
     metadata = read_gguf(path).metadata
     row = GGUF_VISION[projector_kind(metadata)]
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
-    sizes = {name: values.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes: dict[str, Any] = {
+        name: values.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    }
     heads, image, patch = (values.integer(name) for name in ("num_attention_heads", "image_size", "patch_size"))
     factor = values.integer("scale_factor", _GEMMA3_FACTOR if row.join == "mean and norm" else None)
     if sizes["hidden_size"] % heads:

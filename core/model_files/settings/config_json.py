@@ -23,6 +23,7 @@ from core.model_files.settings.encoder_config import encoder_of, most_tokens_of,
 from core.model_files.settings.expert_settings import experts
 from core.model_files.settings.file_layers import our_layers
 from core.model_files.settings.grid_settings import grid_architecture, grid_values, read_grid, rope_axes
+from core.model_files.settings.internvl_settings import read_internvl
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
 from core.model_files.settings.pixtral_settings import read_pixtral
@@ -129,7 +130,8 @@ def _vision_config(folder: Path, values: Values, row: VisionArchitecture) -> Mod
     """Return the configuration of a model with images: its text model's, with the vision encoder added."""
     text = text_values(values, row)
     config = decoder_config(folder, text, *_architecture(text))
-    return msgspec.structs.replace(config, vision=read_vision(values, _processor(folder), row))
+    read = read_internvl if row.join == "norm and MLP" else read_vision
+    return msgspec.structs.replace(config, vision=read(values, _processor(folder), row))
 
 
 def _grid_config(folder: Path, values: Values, row: GridArchitecture) -> ModelConfig:

@@ -3,7 +3,7 @@
 import math
 from typing import Any, get_args
 
-from core.model_files.settings.text_part import SHARED
+from core.model_files.settings.text_part import SHARED, text_part
 from core.model_files.settings.values import GREY, Values
 from core.models.architectures.vision_architectures import VISION_ARCHITECTURES, VisionArchitecture
 from core.models.vision_parts import VisionActivation, VisionParts
@@ -43,6 +43,8 @@ def vision_architecture(values: Values) -> VisionArchitecture | None:
 
 def text_values(values: Values, row: VisionArchitecture) -> Values:
     """Return the settings of the text model. Errors: ModelFileError, UnsupportedModelError."""
+    if (part := text_part(values)) is not None:
+        return part
     text = values.group("text_config")
     if text is None:
         values.fail("text_config", "is missing; expected the settings of the text model")
@@ -72,7 +74,9 @@ def read_vision(values: Values, processor: Values, row: VisionArchitecture) -> V
         vision.refuse("hidden_act", f"{' and '.join(map(repr, get_args(VisionActivation)))} are")
     if vision.get("num_channels") not in (None, 3):
         vision.refuse("num_channels", "3 is")
-    sizes = {name: vision.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    sizes: dict[str, Any] = {
+        name: vision.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    }
     heads = vision.integer("num_attention_heads")
     image, patch = vision.integer("image_size"), vision.integer("patch_size")
     factor = _factor(values, image // patch) if row.join == "mean and norm" else values.integer("scale_factor", 2)

@@ -8,12 +8,13 @@ from core.models.vision_parts import VisionJoin
 
 
 class VisionArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of model with images. All use SigLIP's vision encoder."""
+    """One kind of model with images. All use SigLIP's vision encoder, or one like it."""
 
     names: tuple[str, ...]  # in config.json's architectures
     gguf: str  # llama.cpp's name for the projector
-    text_architecture: str  # of the model for text, a name of core.models.architectures.by_name
-    text_type: str  # model_type of text_config
+    #: Of the model for text, a name of core.models.architectures.by_name; of several the first one.
+    text_architecture: str
+    text_type: str  # model_type of text_config; "": those of core/model_files/settings/text_part.py
     join: VisionJoin
     sees_whole: bool = False  # tokens of an image see each other
     finds_positions: bool = False  # a patch's position is found from its relative position in the image, as in Idefics3
@@ -36,11 +37,18 @@ VISION_ROWS = (
         join="mean and norm",
         sees_whole=True,
     ),
+    VisionArchitecture(
+        gguf="",
+        names=("InternVLForConditionalGeneration",),
+        text_architecture="Qwen2ForCausalLM",
+        text_type="",
+        join="norm and MLP",
+    ),
 )
 #: By name in config.json's architectures.
 VISION_ARCHITECTURES = {name: row for row in VISION_ROWS for name in row.names}
 #: By llama.cpp's name for the projector.
-GGUF_VISION = {row.gguf: row for row in VISION_ROWS}
+GGUF_VISION = {row.gguf: row for row in VISION_ROWS if row.gguf}
 
 _VISION = "vision."
 #: Name prefixes in safetensors as written by transformers 4 and 5 -> ours. Weights of vision encoders get _VISION
@@ -52,6 +60,9 @@ _RENAMED = tuple(
         (r"model\.connector\.modality_projection\.proj\.", f"{_VISION}connector."),
         (r"(model\.)?multi_modal_projector\.mm_input_projection_weight", f"{_VISION}connector.weight"),
         (r"(model\.)?multi_modal_projector\.mm_soft_emb_norm\.", f"{_VISION}connector_norm."),
+        (r"(model\.)?multi_modal_projector\.layer_norm\.", f"{_VISION}connector_norm."),
+        (r"(model\.)?multi_modal_projector\.linear_1\.", f"{_VISION}connector."),
+        (r"(model\.)?multi_modal_projector\.linear_2\.", f"{_VISION}connector_out."),
         (r"model\.(text_model|language_model)\.|language_model\.model\.", "model."),
         (r"language_model\.lm_head\.", "lm_head."),
     )
@@ -69,6 +80,17 @@ _PARTS = (
     (".self_attn.out_proj.", ".o."),
     (".mlp.fc1.", ".up."),
     (".mlp.fc2.", ".down."),
+    # InternVL's
+    ("embeddings.patch_embeddings.projection.", "patches."),
+    ("embeddings.position_embeddings", "positions.weight"),
+    ("embeddings.cls_token", "first.weight"),
+    ("encoder.layer.", "layers."),
+    (".layernorm_before.", ".attention_norm."),
+    (".layernorm_after.", ".mlp_norm."),
+    *((f".attention.{name}_proj.", f".{name}.") for name in "qkv"),
+    (".attention.projection_layer.", ".o."),
+    (".lambda_1", ".attention_scale.weight"),
+    (".lambda_2", ".mlp_scale.weight"),
 )
 #: Weights of SigLIP's own pooling, which no supported model reads.
 _UNUSED = f"{_VISION}head."
