@@ -120,10 +120,10 @@ def test_a_held_out_half_comes_as_predicted(tmp_path: Path, kind: str) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bars_cover_what_they_promise(tmp_path: Path, kind: str) -> None:
-    """The 99 % of 3,000 requests is the 30th largest, which differs by some 3 % from one run to the next."""
-    real, found, covered = held_out(tmp_path, kind, 6000, 6)
+    """The 99 % of 1,000 requests is the tenth largest, which differs by some 7 % from one run to the next."""
+    real, found, covered = held_out(tmp_path, kind, 2000, 12)
     print(kind, covered, {name: (round(real[name], 2), round(found[name], 2)) for name in real})
-    assert found["ttft_p99"] == pytest.approx(real["ttft_p99"], rel=0.1)
+    assert found["ttft_p99"] == pytest.approx(real["ttft_p99"], rel=0.15)
     assert all(inside >= 0.85 * count for inside, count in covered), covered
 
 
