@@ -268,7 +268,7 @@ def simulate(
         if not run.engine.has_unfinished and run.arrivals.next_ns is not None:
             clock.now_ns = max(clock.now_ns, run.arrivals.next_ns)
         inbox = run.take_inbox(clock.now_ns)
-        if joined is not None and not inbox and not run.num_odd and joined.look(run.num_before_abort) and run.join(joined, clock):
+        if joined is not None and not inbox and not run.num_odd and run.join(joined, clock):
             continue
         replies = run.engine.step(inbox, clock.now_ns)
         features = run.watcher.take()
@@ -405,6 +405,8 @@ class Run:
 
     def join(self, joined: JoinedSteps, clock: _Clock) -> bool:
         """Simulate the joined steps that begin before anything else happens; return whether there are any."""
+        if not joined.look(self.num_before_abort):
+            return False
         features = decoding_features(len(joined.rows), joined.num_read(), joined.count)
         ends = clock.run_all(features, self._next_ns())
         if not len(ends):
