@@ -15,8 +15,8 @@ enum { SLICE_GROUPS = 24 };
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
 /* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
- * memory is faster. */
-enum { FEW_ROWS = 16 };
+ * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
+enum { FEW_ROWS = 16, MOST_FEW_ROWS = VECTOR_BYTES == 64 && !HAS_AMX ? 32 : FEW_ROWS };
 
 /* Panels that a thread takes at a time: as in gemm.c. */
 enum { PIECE = 4 };
@@ -35,8 +35,8 @@ static const Int8Functions *functions(void) {
     return &int8_plain;
 }
 
-/* Return what is added to a type's codes as they are unpacked. If products take bytes of any size at the same speed, all
- * zeros become that of Q8_0, whose functions need nothing for it. */
+/* Return what is added to a type's codes as they are unpacked. If bytes of any size are multiplied at the same speed,
+ * all zeros become that of Q8_0, whose functions need nothing for it. */
 static int raised_by(int type) {
     const BlockType traits = BLOCK_TYPES[type];
     const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
@@ -151,17 +151,23 @@ void int8_unpack(const Int8Work *work, Int8Group *to) {
     switch (function_type_of(work->type)) { EACH_INT8_TYPE(UNPACK, ) }
 }
 
-/* Multiply at most FEW_ROWS rows with a panel, whose codes are unpacked in registers. */
+/* Multiply at most MOST_FEW_ROWS rows with a panel, whose codes are unpacked in registers, a part of the rows after the
+ * other. Each of several parts prefetches its share of the next panel's lines, so memory is never idle. */
 static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int num_parts = (num_rows + INT8_PACKED_ROWS - 1) / INT8_PACKED_ROWS;
-    _Alignas(64) float sums[FEW_ROWS * PANEL_COLUMNS] = {0};
+    const int64_t panel_bytes = quantized_panel_bytes(entry->type, args->depth);
+    _Alignas(64) float sums[MOST_FEW_ROWS * PANEL_COLUMNS];
+    memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
     for (int i = 0; i < num_parts; i++) {
         const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
         const Int8Work work = {
             .panel = (const char *)args->weights + entry->offset,
             .type = entry->type,
             .last = args->depth / GROUP,
+            .ahead = num_parts > 1 ? panel_bytes : INT8_PREFETCH_BYTES,
+            .first_line = 64 * i,
+            .line_step = 64 * num_parts,
             .x = (const Int8Block *)args->quantized + (row + begin) * args->quantized_stride,
             .x_stride = args->quantized_stride,
             .out = sums + begin * PANEL_COLUMNS,
@@ -171,8 +177,8 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
 
-/* Multiply rows with unpacked groups, some rows after the other. At the same time the packed groups from `ahead` on come to
- * the second level cache. */
+/* Multiply rows with unpacked groups, some rows after the other. At the same time the packed groups from `ahead` on come
+ * to the second level cache. */
 static void multiply_slice(const Int8Work *slice, int num_rows, int type, const char *ahead, int64_t ahead_bytes) {
     const int num_parts = HAS_AMX ? 1 : (num_rows + INT8_ROWS - 1) / INT8_ROWS;
     for (int i = 0; i < num_parts; i++) {
@@ -234,11 +240,12 @@ static void multiply_whole(const Gemm *args, int64_t begin, int64_t end, int64_t
 
 static void multiply_panel(const Gemm *args, int64_t begin, int64_t end, int64_t panel) {
     const int64_t num_rows = end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    if (quantized_panel(args->weights, panel)->type == WHOLE_PANEL) {
+    const int32_t type = quantized_panel(args->weights, panel)->type;
+    if (type == WHOLE_PANEL) {
         multiply_whole(args, begin, end, panel);
         return;
     }
-    if (num_rows <= FEW_ROWS) {
+    if (num_rows <= (BLOCK_TYPES[type].scales == FLOATS ? MOST_FEW_ROWS : FEW_ROWS)) {
         multiply_few(args, begin, (int)num_rows, panel);
         return;
     }

@@ -34,6 +34,8 @@ typedef struct {
     const char *panel; /* or, unpacked, Int8Group[] from the first group on */
     int32_t type; /* of block_types.h */
     int64_t first, last;
+    int64_t ahead; /* bytes from a packed group to the one that is prefetched; a single row does not use it */
+    int32_t first_line, line_step; /* bytes, to the cache lines of that group which are prefetched */
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
     int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum */

@@ -102,8 +102,17 @@ typedef struct {
     Scales scales[INT8_VECTORS];
 } GroupParts;
 
+/* Prefetch packed codes while a group is multiplied. */
+INLINE void prefetch_codes(const Int8Work *work, const char *group, const int bytes, const int rows) {
+    if (rows == 1)
+        for (int line = 0; line < bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
+    else
+        for (int line = work->first_line; line < bytes; line += work->line_step)
+            __builtin_prefetch(group + work->ahead + line);
+}
+
 INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, const int64_t g, const int v,
-                                 const int type, const int is_unpacked) {
+                                 const int rows, const int type, const int is_unpacked) {
     GroupParts parts;
     if (is_unpacked) {
         const Int8Group *group = (const Int8Group *)work->panel + (g - work->first);
@@ -120,7 +129,7 @@ INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, cons
     }
     const QuantizedLayout layout = layout_of(type);
     const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-    for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
+    prefetch_codes(work, group, layout.group_bytes, rows);
     parts.codes = group + layout.scale_bytes + v * VECTOR_BYTES;
     parts.levels = own->levels;
 #pragma GCC unroll 2
@@ -230,7 +239,7 @@ INLINE Floats with_minima(Floats value, const Int8Block *x, const Floats minimum
 /* Add a group's values to the rows' results. */
 INLINE void multiply_group(Floats out[INT8_ROWS][INT8_VECTORS], const Int8Work *work, const OwnParts *own,
                            const int64_t g, const int v, const int rows, const int type, const int is_unpacked) {
-    const GroupParts parts = parts_of_group(work, own, g, v, type, is_unpacked);
+    const GroupParts parts = parts_of_group(work, own, g, v, rows, type, is_unpacked);
     const int64_t block = g - work->first;
     Floats values[INT8_ROWS][INT8_VECTORS];
     add_half(values, &parts, work, block, 0, rows, type, is_unpacked);
