@@ -50,6 +50,7 @@ class Entry:
     first: int = 0  # tokens of its prompt
     choices: list["Entry"] = field(default_factory=list)  # of its message, itself included; empty: it is alone
     known: int = 0  # with recurrent layers: tokens of its first blocks that were found
+    wanted_places: list[int] = field(default_factory=list)  # tokens after which pins want a recurrent state
     hits: int = 0  # blocks that it found when it started
     follows: bool = False  # another one computes their prompt
     drafts: list[int] = field(default_factory=list)  # guesses of its next tokens, in the step that is planned

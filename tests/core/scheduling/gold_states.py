@@ -18,7 +18,8 @@ class GoldStates(GoldBlocks):
         self.blank_slots = list(range(first + num_slots - 1, first - 1, -1))
         self.slots: dict[int, int] = {}  # of a state, by the name of the block before it, least recently used first
         self.guesses: list[int] = []
-        self.most_guesses = num_slots // 2
+        self.most_guesses, self.most_slots = num_slots // 2, num_slots
+        self.pinned: list[int] = []  # names of states that pins have, each as often
         self.free_states = 0  # of swapped requests
 
     def has_all(self, entry: Entry, tokens: int) -> bool:
@@ -56,7 +57,7 @@ class GoldStates(GoldBlocks):
     def places(self, r: Entry, begin: int, end: int) -> list[tuple[int, bool]]:
         """Where its prompt has states after `begin`, up to `end`, and whether they are guesses."""
         last = (r.first - 1) // self.size * self.size
-        wanted = {r.known: False, last: False}
+        wanted = {r.known: False, last: False} | dict.fromkeys(r.wanted_places, False)
         if self.most_guesses:
             distance = max(self.size, LEAST_DISTANCE)
             while r.first > distance * min(self.most_guesses, MOST_GUESSES):
@@ -97,7 +98,9 @@ class GoldStates(GoldBlocks):
         elif self.blank_slots:
             slot = self.blank_slots.pop()
         else:
-            oldest = next(iter(self.slots))
+            oldest = next((kept for kept in self.slots if kept not in self.pinned), 0)
+            if not oldest:
+                return None
             slot = self.slots.pop(oldest)
             self.guesses = [guess for guess in self.guesses if guess != oldest]
         self.slots[name] = slot
