@@ -1,4 +1,4 @@
-"""Pins of a model with recurrent layers: decisions, states that are stored and copied, and promises as the gold model's."""
+"""Pins of a model with recurrent layers: decisions, promises, and the states of each plan, as the gold model's."""
 
 from typing import Any
 
