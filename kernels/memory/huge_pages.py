@@ -50,7 +50,7 @@ def is_in_huge_pages(array: Numbers) -> bool:
 
 
 def move_to_huge_pages(array: Numbers) -> None:
-    """Replace the memory of bytes [n] that nobody writes by a copy in huge pages, piece by piece.
+    """Replace the memory of bytes [n] that are only read by a copy in huge pages, piece by piece.
 
     The addresses stay, and other threads may read the bytes: the system puts each piece in place of the old one in one
     call (mremap). The ends that fill no huge page stay as they are. If the first piece is not in huge pages after
@@ -67,21 +67,21 @@ def _replace(address: int, size: int) -> bool:
     """Put a copy in huge pages in place of this memory, whole huge pages. Return whether that was possible."""
     libc, room = ctypes.CDLL(None), size + _HUGE
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    where: list[object] = [None, ctypes.c_size_t(room), mmap.PROT_READ | mmap.PROT_WRITE]
-    made = libc.mmap(*where, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_size_t(0))
+    may, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    made = libc.mmap(None, ctypes.c_size_t(room), may, kind, -1, ctypes.c_size_t(0))
     if made == _FAILED:
         return False
     copy = round_up(made, _HUGE)
     _advise(copy, size, mmap.MADV_HUGEPAGE)
     ctypes.memmove(copy, address, size)
-    pointers = ctypes.c_void_p(copy), ctypes.c_size_t(size)
-    is_moved = not libc.mprotect(*pointers, mmap.PROT_READ) and (
-        libc.mremap(*pointers, ctypes.c_size_t(size), _MAY_MOVE_FIXED, ctypes.c_void_p(address)) == address
+    begin, length, target = ctypes.c_void_p(copy), ctypes.c_size_t(size), ctypes.c_void_p(address)
+    is_moved = not libc.mprotect(begin, length, mmap.PROT_READ) and (
+        libc.mremap(begin, length, length, _MAY_MOVE_FIXED, target) == address
     )
     rest = [(made, copy - made), (copy + size, made + room - copy - size)] if is_moved else [(made, room)]
-    for begin, length in rest:
-        if length:
-            libc.munmap(ctypes.c_void_p(begin), ctypes.c_size_t(length))
+    for place, num_bytes in rest:
+        if num_bytes:
+            libc.munmap(ctypes.c_void_p(place), ctypes.c_size_t(num_bytes))
     return is_moved
 
 
