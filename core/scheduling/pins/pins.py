@@ -233,7 +233,7 @@ class Pins:
         """Give up a pin's blocks, all but the first `count`."""
         for beside in self._beside:
             beside.drop(pinned, count)
-        pinned.ends = [end for end in pinned.ends if end <= count and end in pinned.states]
+        pinned.ends = [] if self._batch.others else [end for end in pinned.ends if end <= count]  # no window is left
         dropped, pinned.blocks = pinned.blocks[count:], pinned.blocks[:count]
         self.blocks.give(pinned.tenant, dropped)
 

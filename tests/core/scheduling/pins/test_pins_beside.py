@@ -231,3 +231,25 @@ def test_engine_survives_random_clients_that_pin(machine: type[PinsOfMachine], e
     before = PinsOfMachine.num_usable
     run(machine, examples)
     assert PinsOfMachine.num_usable > before + 4
+
+
+def test_what_a_failed_request_has_computed_is_given_up() -> None:
+    """Its logits are not finite, so its blocks lose their names, also those that it found."""
+    for driver in (
+        PinDriver(of_states(16, small_config(100, budget=16)), 999, StatefulExecutor),
+        PinDriver(windows(budget=16), 999),
+    ):
+        session = prompt_of(7, 41)
+        driver.go(pinned_message(1, session, Pin("s", 10_000)))
+        (failed,) = driver.go(pinned_message(2, [*session, *range(5, 24), 999, *range(30, 50)], Pin("s", 10_000)))
+        assert failed.failed is not None
+        driver.scheduler.check_integrity()
+        (pinned,) = driver.scheduler.pins._pins.values()
+        assert (len(pinned.blocks), pinned.ends, len(driver.scheduler.pins.blocks)) == (0, [], 0)
+        longer = [*session, *range(5, 24), 3]
+        (again,) = driver.go(pinned_message(3, longer, Pin("s", 10_000)))
+        assert again.cached == 0
+        assert driver.call(GetPins(1)).pins[0].num_held_tokens == 60
+        strangers(driver, 100, 30)
+        (last,) = driver.go(pinned_message(4, [*longer, 3, 4], Pin("s", 10_000)))
+        assert last.cached == driver.inbox.pinned[0, 4][0].num_promised == 60
