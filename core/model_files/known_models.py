@@ -65,6 +65,7 @@ PUBLISHED: dict[str, str] = {
     "FlexOlmoForCausalLM": "FlexOlmo 7x7B",
     "GraniteMoeForCausalLM": "Granite 3.x 1B-A400M, 3B-A800M",
     "GraniteMoeSharedForCausalLM": "Granite mixtures with a shared expert",
+    "GraniteMoeSWAForCausalLM": "Granite Swash 3B-A600M",
     "GraniteMoeHybridForCausalLM": "Granite 4.0",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
     "Ernie4_5_MoeForCausalLM": "ERNIE 4.5 21B-A3B, 300B-A47B",

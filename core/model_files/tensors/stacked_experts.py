@@ -68,7 +68,8 @@ def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     """Return the tensors, with experts.gate_up_proj and experts.down_proj split into single experts' matrices.
 
     Files of some mixtures have these tensors in the form that transformers computes with, and names that end there:
-    [experts, out, in], or [experts, in, out] (Qwen3-VL). Rows of gate come first. Other shapes are left unchanged.
+    [experts, out, in], or [experts, in, out] (Qwen3-VL). Rows of gate come first; they stay one matrix with those of up
+    if those of other MLPs are. Other shapes are left unchanged.
     """
     if config.experts is None:
         return dict(found)
@@ -77,7 +78,8 @@ def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
         match = _OF_ALL.fullmatch(name)
-        parts = ("down",) if match is None or match[2] == "down" else ("gate", "up")
+        halves = ("gate_up",) if config.fused_gate_up else ("gate", "up")
+        parts = ("down",) if match is None or match[2] == "down" else halves
         whole, depth = shapes["down" if match is None else match[2]]
         is_turned = match is not None and _is_turned(found, match[1], shapes)
         if match is None or stored.shape[1:] != ((depth, whole) if is_turned else (whole, depth)):

@@ -248,6 +248,22 @@ ROUTED_ROWS = (
         model_type="granitemoeshared",
         gguf=None,
     ),
+    msgspec.structs.replace(
+        _GRANITE_MOE,
+        name="GraniteMoeSWAForCausalLM",
+        base_name="GraniteMoeSWAModel",
+        model_type="granitemoe_swa",
+        gguf=None,
+        defaults={**_GRANITE_MOE.defaults, "sliding_window": 128, "sliding_window_pattern": 4},
+        attention_sinks=True,
+        sliding="by_first_of_pattern",
+        unrotated="by layer_rope_theta",
+        names={
+            **_GRANITE_MOE.names,
+            "mlp.router": "block_sparse_moe.router",
+            **{f"mlp.experts.*.{name}_proj": f"block_sparse_moe.experts.*.{name}_proj" for name in ("gate_up", "down")},
+        },
+    ),
     Architecture(  # llama.cpp names those without recurrent layers granite and granitemoe
         name="GraniteMoeHybridForCausalLM",
         base_name="GraniteMoeHybridModel",

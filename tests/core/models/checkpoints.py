@@ -289,6 +289,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite_swa",
         {"sliding_window": 100, "layer_rope_theta": [3e5, 1e4, 1e4], "attention_multiplier": 0.4},
     ),
+    "granite-moe-swa": (
+        "granitemoe_swa",
+        {
+            "sliding_window": 100,
+            "layer_rope_theta": [0, 1e4, 1e4],
+            "num_local_experts": 5,
+            "shared_intermediate_size": 24,
+            "residual_multiplier": 0.3,
+        },
+    ),
     "apertus": ("apertus", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
     "olmo-hybrid": (  # transformers saves the convolution's channels in three equal parts, whatever their sizes
         "olmo_hybrid",
