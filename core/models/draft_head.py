@@ -8,7 +8,7 @@ norms come between.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -18,13 +18,13 @@ from core.models.config import ModelConfig
 from core.models.layers.layer import Layer, build_layer, build_norm
 from core.models.layers.layer_kinds import windows
 from core.models.llama import Llama
-from core.models.operations.head_place import HeadPlace, TappedOperations
-from core.models.operations.operations import AttentionWork, Norm, Product
+from core.models.operations.head_place import HeadPlace, StoringMix, TappedOperations
+from core.models.operations.operations import AttentionWork, Norm, Operations, Product
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.tensor import Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import AnyInts, Floats, Ints
-from kernels.elements import FLOAT32, Dtype
+from kernels.elements import FLOAT32
 from kernels.memory.kv_cache import KVCache
 
 
@@ -119,18 +119,18 @@ class DraftHead:
         self.config, self.dtype, self.sampler = config, dtype, target.sampler
         self.vocab_size, self.max_model_len = own.vocab_size, own.max_position_embeddings
         self._token_ids = weights.token_ids
-        self._place = place = target.operations.head_place(own)
-        self._operations = operations = place.operations
+        operations, place = target.operations.of_head(own)
+        self._operations, self._place = operations, place
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
         self._norm = build_norm(operations, parts, "model.norm", own, dtype)
         self._embedding = place.unscaled(target.embedding)
         if config.eagle3 is None:
-            self._joint: _Joint = _mtp_joint(place, parts, config, self._layer, target)
+            self._joint: _Joint = _mtp_joint(operations, place, parts, config, self._layer, target)
             assert target.head is not None, "the target is whole"
             self._head: Product = target.head
         else:
-            self._joint = _eagle3_joint(place, parts, config.eagle3, own, self._layer, dtype)
+            self._joint = _eagle3_joint(operations, place, parts, config, self._layer, target)
             if config.eagle3.has_embeddings:
                 self._embedding = operations.embedding(parts.take_matrix("model.embed_tokens.weight"), 1.0, None)
             self._head = operations.linear(parts.take_matrix("lm_head.weight"), out_dtype=FLOAT32)
@@ -163,7 +163,8 @@ class DraftHead:
         """Store K and V of tokens [T], each with the state before it [T, hidden] and that state's position and slot."""
         x, _ = self._join(token_ids, states, positions)
         mixer = self._layer.mixer
-        self._place.store(mixer.mix, mixer.qkv(x), self._place.step(positions, slots, cache))
+        assert isinstance(mixer.mix, StoringMix), type(mixer.mix)
+        mixer.mix.store(mixer.qkv(x), self._step(positions, slots, cache), 0)
 
     def forward(
         self, token_ids: Ints, states: Tensor, positions: Ints, block_tables: AnyInts, cache: KVCache
@@ -176,7 +177,7 @@ class DraftHead:
         size = cache.block_size
         slots = block_tables[np.arange(len(positions)), positions // size].astype(np.int64) * size + positions % size
         x, residual = self._join(token_ids, states, positions)
-        step = self._place.step(positions, slots, cache, (self._work(positions + 1, block_tables, cache),))
+        step = self._step(positions, slots, cache, self._work(positions + 1, block_tables, cache))
         layer, mtp = self._layer, self.config.mtp
         assert layer.mlp is not None
         x = layer.mlp(layer.mlp_norm.after(residual, layer.mixer(x, step)))
@@ -187,6 +188,9 @@ class DraftHead:
     def _join(self, token_ids: Ints, states: Tensor, positions: Ints) -> tuple[Tensor, Tensor]:
         """Return the input of Q, K and V, and the residual stream."""
         return self._joint.join(self._embedding(self._place.sent(token_ids)), states, self._place.sent(positions))
+
+    def _step(self, positions: Ints, slots: Ints, cache: KVCache, *work: AttentionWork) -> Any:
+        return self._operations.step(self._place.sent(positions), self._place.sent(slots), work, cache)
 
     def _work(self, context_lens: Ints, block_tables: AnyInts, cache: KVCache) -> AttentionWork:
         counts = np.ones(len(context_lens), np.int64)
@@ -202,17 +206,19 @@ class DraftHead:
 
 
 def _eagle3_joint(
-    place: HeadPlace, parts: WeightParts, eagle3: Eagle3Parts, own: ModelConfig, layer: Layer, dtype: Dtype
+    operations: Operations, place: HeadPlace, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama
 ) -> _Eagle3Joint:
-    operations = place.operations
+    own, eagle3, dtype = config.layer, config.eagle3, target.dtype
+    assert eagle3 is not None, config
     taps_norm = build_norm(operations, parts, "input_norm", own, dtype) if eagle3.norms_taps else None
     fc = operations.linear(parts.take_matrix("fc.weight"), out_dtype=FLOAT32)
     state_norm = build_norm(operations, parts, "model.layers.0.hidden_norm", own, dtype)
     return _Eagle3Joint(taps_norm, fc, layer.input_norm, state_norm, eagle3.norm_is_residual, place)
 
 
-def _mtp_joint(place: HeadPlace, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama) -> _MtpJoint:
-    operations = place.operations
+def _mtp_joint(
+    operations: Operations, place: HeadPlace, parts: WeightParts, config: HeadConfig, layer: Layer, target: Llama
+) -> _MtpJoint:
     own, row, dtype = config.layer, config.mtp, target.dtype
     assert row is not None, config
     token_norm, state_norm = (

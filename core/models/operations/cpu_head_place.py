@@ -2,27 +2,26 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
-from core.models.config import ModelConfig
-from core.models.operations.cpu_latent import CpuLatentAttend
-from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuStep
 from core.models.operations.tensor import Operation, Tensor
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.elements import Dtype, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
 
+#: Allocates a cache of some blocks of a size. Errors: MemoryError.
+Allocate: TypeAlias = Callable[[int, int], KVCache]
+
 
 class CpuHeadPlace:
     """A HeadPlace with the C kernels. The methods are documented there."""
 
-    def __init__(self, config: ModelConfig, dtype: Dtype, target: CpuOperations) -> None:
-        """target: the operations of the model."""
-        self.operations = CpuOperations(config, dtype, target.library, target.form, shares_blocks=target.shares_blocks)
-        self._dtype = dtype
+    def __init__(self, dtype: Dtype, allocate: Allocate) -> None:
+        """dtype: the model's. allocate: a cache for blocks that are swapped out."""
+        self._dtype, self.allocate_swap_cache = dtype, allocate
 
     def unscaled(self, embedding: Operation) -> Operation:
         """Return the embedding without the model's factor."""
@@ -50,22 +49,6 @@ class CpuHeadPlace:
     def own_floats(self, numbers: Tensor) -> Tensor:
         """Return a copy in float32."""
         return np.array(to_floats(numbers), np.float32)
-
-    def step(self, positions: Ints, slots: Ints, cache: KVCache, work: tuple[Any, ...] = ()) -> CpuStep:
-        """Return the inputs of attention."""
-        (table,) = self.operations.tables
-        assert table is not None, "a head rotates"
-        table.reach(int(positions.max()) + 1)
-        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), (table,), work, cache)
-
-    def store(self, mix: Callable[[Tensor, Any, int], Tensor], x: Tensor, step: CpuStep) -> None:
-        """Store K and V."""
-        assert isinstance(mix, CpuAttend | CpuLatentAttend), type(mix)
-        mix.store(x, step, 0)
-
-    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a cache like the other one."""
-        return self.operations.allocate_cache(num_blocks, block_size)
 
     def to_host(self, numbers: Tensor) -> Floats:
         """Return the array itself."""

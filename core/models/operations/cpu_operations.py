@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from core.models.grid_parts import GridActivation
 from core.models.layers.cache_pages import CachePages, Widths, blocks_per_page, cache_pages
 from core.models.layers.layer_kinds import cached_layers, places_of_parts, windows
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
+from core.models.operations.cpu_head_place import CpuHeadPlace
 from core.models.operations.cpu_latent import CpuLatentAttend
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.stored_matrix import StoredMatrix
@@ -45,9 +46,6 @@ from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
-
-if TYPE_CHECKING:
-    from core.models.operations.cpu_head_place import CpuHeadPlace
 
 #: Returns the packed bytes of a name, and facts about them; or calls the function, which makes them, and keeps them.
 TakePacked = Callable[[str, Callable[[], tuple[UInt8s, tuple[int, ...]]]], tuple[UInt8s, tuple[int, ...]]]
@@ -347,18 +345,21 @@ class CpuOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> CpuStep:
-        """Return the step's inputs of attention, with rotary tables as long as the longest context."""
+        """Return the step's inputs of attention, with rotary tables as long as the longest context.
+
+        Without work K and V can be stored.
+        """
         assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
         tables = tuple(table for table in self.tables if table is not None)
+        longest = work[0].longest if work else int(positions.max()) + 1
         for table in tables:
-            table.reach(work[0].longest)
+            table.reach(longest)
         return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache, requests)
 
-    def head_place(self, config: ModelConfig) -> "CpuHeadPlace":
-        """Return where a draft head computes whose layer is that of this config."""
-        from core.models.operations.cpu_head_place import CpuHeadPlace  # it imports this module
-
-        return CpuHeadPlace(config, self._dtype, self)
+    def of_head(self, config: ModelConfig) -> "tuple[CpuOperations, CpuHeadPlace]":
+        """Return operations like these for a head whose layer is that of this config, and where it computes."""
+        own = CpuOperations(config, self._dtype, self.library, self.form, shares_blocks=self.shares_blocks)
+        return own, CpuHeadPlace(self._dtype, own.allocate_cache)
 
     def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:
         """Return an adapter packed for the C kernels."""

@@ -1,21 +1,17 @@
 """HeadPlace: where a draft head computes: with arrays in host memory, or with tensors on a device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from core.models.config import ModelConfig
 from core.models.operations.operations import Operations
 from core.models.operations.tensor import Operation, Tensor
-from ipc.tables.arrays import AnyInts, Floats, Ints
+from ipc.tables.arrays import AnyInts, Floats
 from kernels.memory.kv_cache import KVCache
 
 
 class HeadPlace(Protocol):
-    """A head's operations, and what else it does with tensors. All tensors but those of to_host() are there."""
-
-    @property
-    def operations(self) -> Operations:
-        """Return the operations of the head's layer, whose kinds of layers are one."""
+    """What a head does with tensors beyond its layer's operations. All but those of to_host() are there."""
 
     def unscaled(self, embedding: Operation) -> Operation:
         """Return the embedding without the model's factor."""
@@ -35,12 +31,6 @@ class HeadPlace(Protocol):
     def own_floats(self, numbers: Tensor) -> Tensor:
         """Return float32 numbers in memory of their own."""
 
-    def step(self, positions: Ints, slots: Ints, cache: KVCache, work: tuple[Any, ...] = ()) -> Any:
-        """Return the inputs of attention for tokens [T]. work: of operations.attention_work()."""
-
-    def store(self, mix: Callable[[Tensor, Any, int], Tensor], x: Tensor, step: Any) -> None:
-        """Store K and V of the step's tokens. mix: a layer's attention. x: its first product."""
-
     def allocate_swap_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a cache for blocks that are swapped out. Errors: MemoryError."""
 
@@ -49,8 +39,16 @@ class HeadPlace(Protocol):
 
 
 @runtime_checkable
+class StoringMix(Protocol):
+    """The further method of a layer's attention that can store K and V without attending."""
+
+    def store(self, x: Tensor, step: Any, index: int) -> Tensor:
+        """Store K and V of the step's tokens. x: the layer's first product. Return the queries."""
+
+
+@runtime_checkable
 class TappedOperations(Protocol):
     """The further method of operations of models whose hidden states a draft head can read."""
 
-    def head_place(self, config: ModelConfig) -> HeadPlace:
-        """Return where a head computes whose layer is that of this config, with operations like these."""
+    def of_head(self, config: ModelConfig) -> tuple[Operations, HeadPlace]:
+        """Return operations like these for a head whose layer is that of this config, and where it computes."""

@@ -1,25 +1,23 @@
 """TritonHeadPlace: a draft head on a device. Import it only for device=cuda, because it imports triton."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 
+from core.models.operations.cpu_head_place import Allocate
 from core.models.operations.tensor import Operation, Tensor
-from core.models.operations.triton_operations import TritonAttend, TritonLatentAttend, TritonOperations, TritonStep
-from ipc.tables.arrays import AnyInts, Floats, Ints
-from kernels.memory.kv_cache import KVCache
+from ipc.tables.arrays import AnyInts, Floats
 from kernels.torch.tensors import to_array
 
 
 class TritonHeadPlace:
     """A HeadPlace with Triton's kernels. The methods are documented there."""
 
-    def __init__(self, operations: TritonOperations, dtype: torch.dtype) -> None:
-        """operations: of the head's layer. dtype: the model's."""
-        self.operations, self._device, self._dtype = operations, operations.device, dtype
+    def __init__(self, dtype: torch.dtype, device: torch.device, allocate: Allocate) -> None:
+        """dtype: the model's. allocate: a cache in the host's memory."""
+        self._dtype, self._device, self.allocate_swap_cache = dtype, device, allocate
 
     def unscaled(self, embedding: Operation) -> Operation:
         """Return the embedding without the model's factor."""
@@ -47,19 +45,6 @@ class TritonHeadPlace:
         """Return a copy in float32."""
         copied: torch.Tensor = numbers.to(torch.float32, copy=True)
         return copied
-
-    def step(self, positions: Ints, slots: Ints, cache: KVCache, work: tuple[Any, ...] = ()) -> TritonStep:
-        """Return the inputs of attention."""
-        return self.operations.step(self.sent(positions), self.sent(slots), work, cache)
-
-    def store(self, mix: Callable[[Tensor, Any, int], Tensor], x: Tensor, step: TritonStep) -> None:
-        """Store K and V."""
-        assert isinstance(mix, TritonAttend | TritonLatentAttend), type(mix)
-        mix.store(x, step, 0)
-
-    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        """Allocate a cache in the host's memory."""
-        return self.operations.allocate_swap_cache(num_blocks, block_size)
 
     def to_host(self, numbers: Tensor) -> Floats:
         """Return a copy in host memory."""

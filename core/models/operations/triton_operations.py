@@ -6,7 +6,7 @@ This module imports triton, so import it only for device=cuda.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.triton_head_place import TritonHeadPlace
 from core.models.operations.unchanged import unchanged
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError
@@ -50,9 +51,6 @@ from kernels.triton.rope import TritonRope
 from kernels.triton.routed.experts import DeviceExpert, TritonExperts
 from kernels.triton.routed.packed_experts import Scratch
 from kernels.value_form import ValueForm
-
-if TYPE_CHECKING:
-    from core.models.operations.triton_head_place import TritonHeadPlace
 
 GATES: dict[str, Operation] = {
     "silu": silu_mul,
@@ -344,12 +342,10 @@ class TritonOperations:
             requests = device_states(requests, self.device)
         return TritonStep(slots, tables, work, cache, positions, requests)
 
-    def head_place(self, config: ModelConfig) -> "TritonHeadPlace":
-        """Return where a draft head computes whose layer is that of this config."""
-        from core.models.operations.triton_head_place import TritonHeadPlace  # it imports this module
-
+    def of_head(self, config: ModelConfig) -> "tuple[TritonOperations, TritonHeadPlace]":
+        """Return operations like these for a head whose layer is that of this config, and where it computes."""
         own = TritonOperations(config, self._dtype, self.device, self._form, is_exact=self.is_exact)
-        return TritonHeadPlace(own, DTYPES[self._dtype])
+        return own, TritonHeadPlace(DTYPES[self._dtype], self.device, own.allocate_swap_cache)
 
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
