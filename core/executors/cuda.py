@@ -12,7 +12,7 @@ from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import SharedBlocks
-from core.execution.state_slots import num_states
+from core.execution.state_slots import num_states, num_swap_states
 from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
 from core.executors.local import model_adapters
@@ -181,15 +181,19 @@ class CudaExecutor:
     def _make_states(self, config: ResolvedConfig) -> RowStates | None:
         """Return the recurrent states of the rows, and those that are kept; None: the model has none.
 
-        Errors: MemoryError.
+        Those of swapped requests are in the host's memory. Errors: MemoryError.
         """
         if not self.info.state_bytes:
             return None
-        shape = num_states(config, self.info.state_bytes), self._model.config.state_size
+        size, device = self._model.config.state_size, self._operations.device
+        num_swapped = num_swap_states(config, self.info.state_bytes)
+        count = num_states(config, self.info.state_bytes) - num_swapped
         try:
-            return RowStates(torch.empty(shape, device=self._operations.device))
+            states = torch.empty(count, size, device=device)
+            swapped = torch.empty(num_swapped, size, pin_memory=device.type == "cuda" and num_swapped > 0)
         except RuntimeError as error:
-            raise MemoryError(f"{shape[0]} recurrent states of {4 * shape[1]} bytes: {error}") from error
+            raise MemoryError(f"{count + num_swapped} recurrent states of {4 * size} bytes: {error}") from error
+        return RowStates(states, swapped=swapped)
 
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so the time of one short step predicts nothing."""
@@ -213,7 +217,6 @@ def _check_recurrent(config: EngineConfig, model: Llama) -> None:
         return
     wanted = {
         "speculative_config": config.speculative_config is not None,
-        "preemption_mode": config.preemption_mode != "recompute",
         **dict.fromkeys(config.kv_stores, True),
     }
     for name, is_wanted in wanted.items():

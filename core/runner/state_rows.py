@@ -31,12 +31,14 @@ class DraftStates(NamedTuple):
 class RowStates:
     """The states of all rows, and slots for others."""
 
-    def __init__(self, states: Tensor, num_spare: int = 0) -> None:
+    def __init__(self, states: Tensor, num_spare: int = 0, *, swapped: Tensor | None = None) -> None:
         """states [rows, slots and spare slots, numbers] float32, on the host or a device.
 
-        num_spare: the most drafts in all steps whose tokens are not known yet.
+        num_spare: the most drafts in all steps whose tokens are not known yet. swapped [slots, numbers]: those of
+        swapped requests, which follow the others in plans, if they are elsewhere; without spare slots.
         """
-        self.states = states
+        assert swapped is None or not num_spare, "spare slots are the last ones"
+        self.states, self._swapped = states, swapped
         self.places: Ints = np.arange(len(states) - num_spare)  # where the states of rows and slots are stored
         self._spare: Ints = np.arange(len(states) - num_spare, len(states))  # of no step
         self.takes_drafts = num_spare > 0  # whether steps may have drafts
@@ -48,7 +50,13 @@ class RowStates:
         """Copy the states that the plan copies, one after the other, and note those that its step saves."""
         self._plan = plan if plan.saved_rows.size else None
         for source, target in zip(plan.copied_states.tolist(), plan.copied_states_to.tolist(), strict=True):
-            self.states[self.places[target]] = self.states[self.places[source]]
+            self._state(target)[:] = self._state(source)
+
+    def _state(self, number: int) -> Tensor:
+        """Return a view of the state with this number in plans."""
+        if self._swapped is not None and number >= len(self.states):
+            return self._swapped[number - len(self.states)]
+        return self.states[self.places[number]]
 
     def of_step(self, inputs: StepInputs) -> StateRows:
         """Return where the states of a step's requests are stored, and where those before drafts go."""

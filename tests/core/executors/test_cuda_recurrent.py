@@ -77,9 +77,27 @@ def test_tokens_alone_in_company_preempted_and_from_kept_states(model: str) -> N
         np.testing.assert_allclose(got, [value for _, value in entries], rtol=0, atol=1e-4)
 
 
+def test_states_of_swapped_requests_come_back_from_the_host(model: str) -> None:
+    options: dict[str, Any] = {"enable_prefix_caching": False, "num_blocks_override": 6, "preemption_mode": "swap"}
+    engine = Engine(
+        EngineConfig(model=model, device="cuda", num_swap_blocks=12, async_scheduling=False, **{**SIZES, **options})
+    )
+    states = engine.executor.runner.states
+    assert states is not None
+    assert states._swapped is not None
+    states._swapped.fill_(np.nan)
+    swapped = engine.run([0, 1])
+    stats = engine.core.scheduler.stats
+    assert stats.num_swapped_in_blocks > 0
+    assert stats.num_recomputed_tokens == 0
+    assert np.isfinite(states._swapped.numpy()[0]).all()
+    plain = Engine(EngineConfig(model=model, device="cuda", enable_prefix_caching=False, **SIZES))
+    assert swapped.logprobs == plain.run([0, 1]).logprobs
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
-    [({"preemption_mode": "swap"}, "preemption_mode"), ({"speculative_config": {"method": "ngram"}}, "speculative")],
+    [({"kv_dir": "/nowhere", "num_host_blocks": 4}, "kv_dir"), ({"speculative_config": {"method": "ngram"}}, "specul")],
 )
 def test_what_is_not_supported_is_refused(model: str, options: dict[str, Any], name: str) -> None:
     from ipc.options.given_options import config_from_options
