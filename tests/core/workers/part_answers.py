@@ -124,7 +124,7 @@ def answers(
         inbox: list[tuple[int, EngineInput]] = [(0, message) for message in sent or requests()]
         tokens: dict[tuple[int, int], list[int]] = {}
         values: dict[tuple[int, int], bytes] = {}
-        num_steps, end = 0, time.monotonic() + 120
+        num_steps, end = 0, time.monotonic() + 300
         while inbox or engine.has_unfinished:
             assert time.monotonic() < end, "the requests do not end"
             inbox, taken = [*inbox, *news], len(news)

@@ -46,11 +46,12 @@ def test_every_bit_is_that_of_one_gpu(folder: str) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
-def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, options: dict[str, Any]) -> None:
     alone = of_ranks(folder, 1, max_tokens=24, **options)
-    for size in (3, 4):
-        assert of_ranks(folder, size, {5: kill(0), 20: kill(size - 1)}, max_tokens=24, **options) == alone
+    assert of_ranks(folder, size, {9: kill(size - 1)}, max_tokens=24, **options) == alone
 
 
 @pytest.mark.parametrize(
