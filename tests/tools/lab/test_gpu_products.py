@@ -25,3 +25,10 @@ def test_each_form_and_number_of_rows_is_beside_torchs_product() -> None:
 def test_the_shapes_are_those_of_llama_3_8b() -> None:
     expected = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28_672, 4096), "down": (4096, 14_336)}
     assert LLAMA_8B.products == expected
+
+
+def test_the_product_of_gate_and_up_ends_with_the_activation() -> None:
+    cases = list(quantized_products({"gate_up": (96, 64)}, DEVICE, torch.float32))[-len(ROWS) :]
+    assert {case.kernel for case in cases} == {"product gated"}
+    assert cases[1].num_bytes == 96 * 64 * 4 + 8 * (64 + 48) * 4
+    torch.testing.assert_close(cases[1].run(), cases[1].torch_run(), rtol=1e-4, atol=1e-5)

@@ -3,6 +3,7 @@
 import json
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,6 +83,29 @@ def test_a_kill_at_any_byte_loses_one_record(tmp_path: Path) -> None:
 def test_the_items_have_names_of_their_own() -> None:
     assert len({item.name for item in items()}) == len(items())
     assert sum(item.seconds for item in items() if "peer" not in item.name) <= 480, "in one go"
+
+
+def test_a_part_of_the_report_is_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compare this GPU's bits with goldens. Two GPUs are measured if there are two."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        return SimpleNamespace(returncode=len(commands), stdout="out", stderr="err")
+
+    monkeypatch.setattr("tools.lab.bench.gpu.report.subprocess.run", run)
+    by_name = {item.name: item for item in items()}
+    for number, name in enumerate(("goldens of the demo model", "ends of products"), 1):
+        record = by_name[name].run()
+        assert (record["status"], record["out"], record["err"]) == (number, "out", "err")
+    for part in commands[0] + commands[1]:
+        assert not part.startswith("tests/") or (Path(__file__).parents[3] / part).exists(), part
+    assert commands[1][-2:] == ["-k", "activation"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert by_name["two GPUs"].run()["skipped"] == "the machine has one GPU"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert by_name["two GPUs"].run()["status"] == 3
+    assert commands[-1][-2:] == ["--tensor-parallel-size", "2"]
 
 
 def test_the_digests_are_those_of_the_emulation() -> None:

@@ -22,7 +22,7 @@ from kernels.routing import Routing
 from kernels.torch.linear import Operation
 from kernels.torch.packed_rows import PackedRows, pack_blocks, quantize_rows
 from kernels.torch.tensors import element_type
-from kernels.triton.linear import DeviceLinear
+from kernels.triton.linear import DeviceLinear, GatedLinear
 
 # Case: a kernel on a GPU, measured next to torch's own operation.
 
@@ -444,6 +444,30 @@ def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device,
                     num_bytes + rows * (depth + columns) * dtype.itemsize,
                     2 * rows * depth * columns,
                 )
+    if "gate_up" in shapes:
+        yield from _gated_products(*shapes["gate_up"], device, dtype)
+
+
+def _gated_products(columns: int, depth: int, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield a case for each number of rows: the product of gate and up, and silu(gate) * up in its end."""
+    weight = torch.randn(columns, depth, device=device, dtype=dtype) * 0.02
+    layer = GatedLinear(weight, None, "silu")
+    for rows in ROWS:
+        x = torch.randn(rows, depth, device=device, dtype=dtype)
+
+        def theirs(x: torch.Tensor = x) -> torch.Tensor:
+            gate, up = linear(x, weight).chunk(2, -1)
+            return silu(gate) * up
+
+        yield Case(
+            "product gated",
+            f"gate_up {rows}x{depth}x{columns}",
+            captured(partial(layer, x)),
+            "linear, silu, *",
+            captured(theirs),
+            weight.nbytes + rows * (depth + columns // 2) * dtype.itemsize,
+            2 * rows * depth * columns,
+        )
 
 
 def _forms(weight: torch.Tensor) -> Iterator[tuple[str, PackedRows]]:

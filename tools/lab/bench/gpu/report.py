@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from ipc.version import VERSION
 
 _Record = dict[str, Any]
+_TESTS = "tests/kernels/triton"
 #: Digests of probe() by devices whose tensor cores add so many neighbours of K: from an emulation, not from a device.
 EMULATED = {"16 neighbours": 1791642891, "8 neighbours": 210937439}
 
@@ -116,6 +117,22 @@ def latency(*options: str) -> _Record:
     return {"status": done.returncode, "out": done.stdout[-8000:], "err": done.stderr[-2000:]}
 
 
+def several() -> _Record:
+    """Return what `bench latency` writes with two GPUs, each with a part of the model."""
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        return {"skipped": "the machine has one GPU"}
+    return latency("--tensor-parallel-size", "2")
+
+
+def checks(*arguments: str) -> _Record:
+    """Return how tests end that compare this GPU's bits: with goldens, and of two ways to the same numbers."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    return {"status": done.returncode, "out": done.stdout[-8000:], "err": done.stderr[-2000:]}
+
+
 def peer(name: str) -> _Record:
     """Return what else the machine has for the same work (peers.py)."""
     from tools.lab.bench.gpu import peers
@@ -148,10 +165,13 @@ def _items() -> list[Item]:
     return [
         Item("probe", 30, 0, probe),
         Item("latency at L2", 60, 1, latency),
+        Item("goldens of the demo model", 25, 1, partial(checks, f"{_TESTS}/test_demo_products.py")),
+        Item("ends of products", 20, 2, partial(checks, f"{_TESTS}/test_ordered_product.py", "-k", "activation")),
         Item("latency at L0", 60, 3, partial(latency, "--numerics", "L0")),
         Item("latency without graphs", 60, 5, partial(latency, "--enforce-eager")),
-        *(Item(name, 25, 2, partial(kernels, name)) for name in ("product ordered", "attention")),
-        *(Item(name, 25, 4, partial(kernels, name)) for name in ("product int8", "product Q4", "routed", "sampler")),
+        Item("two GPUs", 60, 4, several),
+        *(Item(name, 20, 2, partial(kernels, name)) for name in ("product ordered", "product gated", "attention")),
+        *(Item(name, 15, 4, partial(kernels, name)) for name in ("product int8", "product Q4", "routed", "sampler")),
         Item("peer: transformers compiled", 60, 6, partial(peer, "compiled")),
         Item("peer: transformers", 30, 7, partial(peer, "plain")),
         Item("peer: products of FP8", 20, 7, partial(peer, "fp8")),
