@@ -12,6 +12,7 @@ from kernels.rounding import ceil_div
 from kernels.torch.attention import attention_metadata
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.tensors import element_type
+from kernels.triton import attention_work
 from kernels.triton import decode_attention as decode
 from kernels.triton import prefill_attention as prefill
 from kernels.triton import shared_prefix as prefix
@@ -185,6 +186,26 @@ def test_padding_is_zero_and_reads_no_table() -> None:
         out = attend(shape, given._replace(q=q), padded._replace(num_splits=splits), sinks=sinks)
         assert torch.equal(out[:2], attend(shape, given, sinks=sinks))
         assert torch.equal(out[2], torch.zeros(2, 16))
+
+
+def test_lists_with_padding_and_results_over_the_queries_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a graph of a step with prompts: lists end in -1, and there are splits beyond each context."""
+    for module in (attention_work, decode, prefill):
+        monkeypatch.setattr(module, "SPLIT", 32)
+    shape = Shape(6, 2, 16, 16, 50)
+    given = batch(shape, [(1, 70), (9, 20), (1, 3)], torch.bfloat16)
+    plain = work_of(shape, given)
+    expected, cache = attend(shape, given, plain), copy(given.cache)
+    cache.layers = [layer.to(DEVICE) for layer in given.cache.layers]
+    none = torch.full((3,), -1, dtype=torch.int32, device=DEVICE)
+    lists = ("rows", "positions", "decode_tokens", "tile_tokens", "tile_counts")
+    longer = {name: torch.cat((getattr(plain, name), none)) for name in lists}
+    work = plain._replace(**longer, num_splits=4)
+    queries = torch.cat((given.q, torch.ones(3, 6, 16, dtype=torch.bfloat16))).to(DEVICE)
+    prefill_attention(queries, cache, 0, work, SCALE, queries)
+    decode_attention(queries, cache, 0, work, SCALE, queries)
+    assert torch.equal(queries[:-3].cpu(), expected)
+    assert (queries[-3:] == 1).all(), "padding has no result"
 
 
 @pytest.mark.parametrize("window", [None, 20])
