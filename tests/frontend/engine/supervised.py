@@ -15,6 +15,7 @@ from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
+from ipc.errors import EngineStartError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Ints
@@ -30,7 +31,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 
 
 def kill(engine: EngineProcess, number: int = signal.SIGKILL) -> None:
-    os.kill(engine.pid, number)
+    """Signal the process; a client may know that there is one before its starter does."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            os.kill(engine.pid, number)
+            return
+        except EngineStartError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.001)
 
 
 @contextlib.contextmanager
