@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 CASES = ("stablelm-head-norms", "nemotron", "cohere-head-norms", "ernie4.5", "glm4", "phi4-mini", "gpt-neox", "phi")
 CASES += ("starcoder2", "exaone", "llama2")
 #: Routed MLPs, of which only the attention takes adapters, and the dense MLP of a first layer.
-CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air")
+CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air", "llama4")
 #: Layers whose matrices differ: of two sizes, without K and V or without V, and with a dense MLP next to experts.
 CASES += ("gemma4-e2b", "gemma4-31b", "gemma4-26b-a4b")
 #: Layers with recurrent states: convolutions, gated delta nets with gates of attention, by head groups in one file, and
