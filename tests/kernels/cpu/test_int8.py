@@ -23,7 +23,7 @@ from tests.kernels.cpu.int8_reference import parts_of, product
 from tests.kernels.cpu.test_quantized import DEPTH, dense, numbers, ordinary
 from tests.kernels.test_dequantize import random_blocks
 
-ROWS = [1, 2, 3, 4, 5, 7, 13, 33, 140]
+ROWS = [1, 2, 3, 4, 5, 7, 13, 29, 33, 140]
 GGUF = gguf.GGMLQuantizationType
 
 
