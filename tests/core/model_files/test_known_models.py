@@ -23,7 +23,8 @@ def test_what_runs_follows_from_the_rows() -> None:
     known = {one.architecture: one for one in known_models()}
     plain, hybrid = known["Qwen3ForCausalLM"], known["NemotronHForCausalLM"]
     assert (plain.files, plain.adapters, plain.gpu) == ("safetensors, GGUF qwen3, qwen3vl", "all", True)
-    assert (hybrid.adapters, hybrid.gpu, hybrid.level) == ("not experts", False, "L2")
+    assert (hybrid.adapters, hybrid.gpu, hybrid.level) == ("not experts", True, "L2")
+    assert [known[name].gpu for name in ("Gemma4ForCausalLM", "GPT2LMHeadModel")] == [False, True]
     assert known["MixtralForCausalLM"].files == "safetensors, GGUF llama with experts"
     assert known["Qwen3_5ForCausalLM"].mtp
     assert known["Gemma3ForConditionalGeneration"].images
