@@ -161,7 +161,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         images=images,
         adapters=adapters,
         mtp=row.mtp is not None,
-        gpu=not row.full_heads and not row.qk_norm_plain,
+        gpu=not (row.full_heads or row.qk_norm_plain or (row.experts and row.experts.scales_inputs)),
         level="L2",
     )
 

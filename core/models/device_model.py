@@ -79,7 +79,6 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "heads of several sizes": config.full_heads is not None,
         "normalised values": config.value_norm,
         "inputs of single layers": config.per_layer is not None,
-        "state spaces without a norm": config.recurrent is not None and not config.recurrent.has_norm,
         "experts whose inputs are scaled": config.experts is not None and config.experts.scales_inputs,
         "head norms of some layers": config.qk_norm_plain,
         "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,

@@ -198,9 +198,12 @@ def recur_kernel(
 @triton.jit
 def close_kernel(
     results, x, norm, out, width, gates_at, eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BEFORE: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Normalise one part of a token's results, and multiply by silu of its gates. BEFORE: the gates come first."""
+    """Normalise one part of a token's results, and multiply by silu of its gates.
+
+    BEFORE: the gates come first. NORMED: there is a norm, as always if they come last.
+    """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -209,11 +212,12 @@ def close_kernel(
     opened = gate / (1.0 + tl.exp(-gate))
     if BEFORE:
         number *= opened
-    number = number / tl.sqrt(tl.sum(number * number, 0) / WIDTH + eps)
-    if BEFORE:
-        number *= tl.load(norm + part * WIDTH + column, mask=inside, other=0.0)
-    else:
-        number *= tl.load(norm + column, mask=inside, other=0.0) * opened
+    if NORMED:
+        number = number / tl.sqrt(tl.sum(number * number, 0) / WIDTH + eps)
+        if BEFORE:
+            number *= tl.load(norm + part * WIDTH + column, mask=inside, other=0.0)
+        else:
+            number *= tl.load(norm + column, mask=inside, other=0.0) * opened
     tl.store(out + (token * PARTS + part) * WIDTH + column, number.to(out.dtype.element_ty), mask=inside)
 # fmt: on
 
@@ -331,7 +335,7 @@ class TritonRecurrence:
         close_kernel[len(x), parts](
             results,
             x,
-            self._norm,
+            self._rates if self._norm is None else self._norm,
             out,
             x.shape[1],
             gates_at,
@@ -339,6 +343,7 @@ class TritonRecurrence:
             WIDTH=size,
             PARTS=parts,
             BEFORE=is_before,
+            NORMED=self._norm is not None,
             BLOCK=power_of_2(size),
         )
         return out

@@ -344,7 +344,7 @@ def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[st
         yield recurrence.recur_kernel, given, {**sizes, **kind, **blocks}, {}
         ends = {"results": FLOAT, "x": HALF, "norm": FLOAT, "out": HALF}
         ends |= {"width": "i32", "gates_at": "i32", "eps": "fp32"}
-        parts = {"WIDTH": 128, "PARTS": heads, "BEFORE": not is_delta, "BLOCK": 128}
+        parts = {"WIDTH": 128, "PARTS": heads, "BEFORE": not is_delta, "NORMED": True, "BLOCK": 128}
         yield recurrence.close_kernel, ends, parts, {}
 
 

@@ -1,5 +1,6 @@
 """Layers with a recurrent state on a device: near their definition in NumPy, and no bit depends on steps or company."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,15 @@ def test_results_are_those_of_the_definition(kind: str, turns: bool) -> None:
     used = ~states[0].isnan()
     assert torch.equal(other[:2, used], states[:2, used])
     assert state[used].isfinite().all()
+
+
+def test_a_state_space_may_have_no_norm() -> None:
+    parts = replace(small("state space"), norm=None)
+    x = torch.randn(3, sum(parts.sizes.parts), generator=torch.Generator().manual_seed(1))
+    size = OFFSET + parts.sizes.state_size
+    expected = recur(parts, x.numpy(), np.zeros(size, np.float32))
+    got = run(parts, x, [3], torch.zeros(1, size, device=DEVICE))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["short convolution", "gated delta", "state space"])
