@@ -109,9 +109,9 @@ def test_a_runner_gives_the_same_bits_with_graphs(monkeypatch: pytest.MonkeyPatc
     use_splits(32, monkeypatch)
     monkeypatch.setattr(cuda_model_runner, "SPLIT", 32)
     monkeypatch.setattr(mixed_graphs, "_SMALL", (32,))
-    options: list[dict[str, Any]] = [{"temperature": 0, "logprobs": 2}, {"temperature": 1.5}, {"logprobs": 1}]
+    options: list[dict[str, Any]] = [{"temperature": 0, "logprobs": 2}, {"temperature": 1.5, "logprobs": 1}]
     requests = [
-        (engine.ids(9 + 25 * number, number), SamplingParams(max_tokens=5 + number, ignore_eos=True, **each))
+        (engine.ids(34 + 15 * number, number), SamplingParams(max_tokens=3, ignore_eos=True, **each))
         for number, each in enumerate(options)
     ]
     expected = engine.run("triton", requests, 2, shape="routed MLPs")
@@ -130,4 +130,4 @@ def test_a_runner_gives_the_same_bits_with_graphs(monkeypatch: pytest.MonkeyPatc
     assert (got.tokens, got.logprobs) == (expected.tokens, expected.logprobs)
     (pool,) = pools
     assert pool.num_captured == 2, "of 32 tokens, with one split and with three"
-    assert pool.num_replayed > 8
+    assert pool.num_replayed >= 4
