@@ -332,8 +332,16 @@ def test_a_line_that_fails_gives_its_place_back(tmp_path: Path, monkeypatch: pyt
 def test_one_line_runs_while_callers_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runs, "_LOOK_S", 0.0001)
 
+    server: Server
+
+    async def answer(body: Any, asked: int) -> LocalAnswer:
+        while server.has_room and server.most_running == 1 and server.num_asked < 10:
+            await asyncio.sleep(0)  # until another line runs, too
+        return await echo(body, asked)
+
     async def run() -> None:
-        async with serving(tmp_path / "s", echo) as server:
+        nonlocal server
+        async with serving(tmp_path / "s", answer) as server:
             server.has_room = False
             await server.create(LINES[:10])
             while server.num_asked < 5:
