@@ -248,8 +248,6 @@ class Batch:
 
     def lacking_of(self, start: RequestStart, num_blocks: int) -> int:
         """Return how many blocks the request must be given to start with num_blocks blocks, including hits."""
-        if not self.others:
-            return num_blocks - start.num_hits
         lacking = -(-(num_blocks - start.num_hits) // self.pool.page_blocks)
         for other in self.others:
             if other.number == len(start.others):
@@ -290,18 +288,19 @@ class Batch:
 
     def place(self, starts: list[RequestStart], pages: Int32s) -> None:
         """Give each of these requests num_taken of the pages, after its hits."""
-        first = 0
+        others, first = self.others, 0
+        of_others: Sequence[tuple[OtherKind, Int32s]] = ()
         for start in starts:
             fresh = pages[first : first + start.num_taken]
             first += start.num_taken
-            of_others: Sequence[tuple[OtherKind, Int32s]] = ()
-            if self.others:
+            if others:
                 fresh, of_others = self._split(start, fresh)
             start.block_ids = np.concatenate([start.hits, fresh]) if start.num_hits else fresh
             if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
                 self.carried.within.add(start.fork.copied_block, int(start.block_ids[start.num_hits]))
-            for other, own in of_others:
-                self._place_other(start, other, own)
+            if others:
+                for other, own in of_others:
+                    self._place_other(start, other, own)
 
     def _split(self, start: RequestStart, pages: Int32s) -> tuple[Int32s, list[tuple[OtherKind, Int32s]]]:
         """Return a starting request's new blocks of the first kind of layer, and its pages of the further kinds."""

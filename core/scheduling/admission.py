@@ -231,12 +231,14 @@ class Admission:
             num_missing_tokens=missing,
             num_tokens=num_tokens,
             num_blocks=num_blocks,
+            num_lacking=num_blocks - num_hits,
             is_reserved=is_reserved,
             fork=fork,
             host_slots=slots,
             num_loaded=num_loaded,
         )
-        start.num_lacking = self._batch.lacking_of(start, num_blocks)
+        if self._batch.others:
+            start.num_lacking = self._batch.lacking_of(start, num_blocks)
         return start
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:

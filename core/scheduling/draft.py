@@ -106,8 +106,9 @@ class Draft:
                 self.features.append((row, request.features))
                 if self.encoded_at_start:
                     self.encoded += [(row, places) for one, places in self.encoded_at_start if one is request]
-            for number, other in enumerate(start.others):
-                self.blocks.add_other(number, np.full(len(other.block_ids), row), other.block_ids)
+            if start.others:
+                for number, other in enumerate(start.others):
+                    self.blocks.add_other(number, np.full(len(other.block_ids), row), other.block_ids)
 
     def renew(self, batch: Batch) -> None:
         """Resend rows whose tokens and blocks have changed to the executor.

@@ -305,13 +305,12 @@ class RequestEventLog:
         """Record starts. Call this before has_started of these requests is set."""
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens  # found in the prefix cache or on the host
-            number, choice = request.number, request.choice
+            fields, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
             if not request.has_started:
-                fields = [number, choice, _QUEUED, 0, 0, request.arrival_ns]
+                fields += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
                 fields += (number, choice, _SCHEDULED, 0, num_found, now_ns)
             else:
-                fields = [number, choice, _RESUMED, 0, num_found, now_ns]
-            self._events.setdefault(request.client, []).extend(fields)
+                fields += (number, choice, _RESUMED, 0, num_found, now_ns)
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
         """Record preemptions."""
