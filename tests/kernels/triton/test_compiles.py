@@ -11,6 +11,7 @@ import pytest
 import kernels.triton
 
 ROOT = Path(__file__).parents[3]
+PARTS = 3
 
 
 def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
@@ -28,15 +29,16 @@ def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
     return set(result.stdout.split())
 
 
-@pytest.mark.timeout(400)  # 24 s of CPU time
-def test_every_kernel_compiles_for_a_device(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.timeout(400)  # 25 s of CPU time
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_kernel_compiles_for_a_device(part: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What an earlier run compiled is not compiled again: Triton names the files of its cache by the kernel's sources,
-    the types, constants and options, and its own version."""
+    the types, constants and options, and its own version. The parts run at the same time."""
     cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
     launched = set()
     for path in Path(kernels.triton.__path__[0]).rglob("*.py"):
         launched |= set(re.findall(r"(?m)^ +(\w+_kernel)\[", path.read_text()))
-    assert compiled(tmp_path if cache is None else cache.mkdir("triton"), seconds=360) == launched
+    assert compiled(tmp_path if cache is None else cache.mkdir("triton"), f"{part}/{PARTS}", seconds=360) == launched
 
 
 @pytest.mark.soak
