@@ -47,7 +47,7 @@ from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 
 _Blocks = list[Annotated[NDArray[np.generic], 2]]
 _LIMITS = (AdapterSlots, GroupRows, WholeFeatures)
-_ON_RELEASE = Callback(((BeamSearches, "_on_release"), *((kind, "give_back") for kind in _LIMITS)))
+_ON_RELEASE = Callback(tuple((kind, "give_back") for kind in _LIMITS))
 
 FIELDS: dict[type, dict[Any, str]] = {
     Batch: {
@@ -70,7 +70,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         KeptStates | None: "kept_states",
         list[Callback(((Pins, "take"),))]: "before_passed",  # type: ignore[misc]
         HostCache: "host_cache",
-        list[Callback(((BlockExchange, "leave"), (Pins, "leave")))]: "before_release",  # type: ignore[misc]
+        list[Callback(((BeamSearches, "_leave"), (BlockExchange, "leave"), (Pins, "leave")))]: "before_release",  # type: ignore[misc]
         list[Pins]: "keepers",
         list[_ON_RELEASE]: "on_release",  # type: ignore[valid-type]
         list[Callback(((Batch, "copy_state"),))]: "on_copy",  # type: ignore[misc]

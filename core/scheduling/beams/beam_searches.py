@@ -16,7 +16,7 @@ from core.scheduling.ends import Ends
 from core.scheduling.parts import SchedulerParts
 from core.scheduling.preemption import Preemption
 from ipc.params.beam_search import MAX_BEAM_TOKENS
-from ipc.tables.arrays import Ints
+from ipc.tables.arrays import Ints, Rows
 from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import FinishReason
 
@@ -53,7 +53,7 @@ class BeamSearches:
         self._watermark = num_watermark_blocks
         self._groups: dict[tuple[int, int], _Group] = {}
         self._num_scheduled = 0  # number of tokens of all steps before the last one
-        parts.batch.on_release.append(self._on_release)
+        parts.batch.before_release.append(self._leave)
 
     def __len__(self) -> int:
         """Return the number of unfinished searches."""
@@ -198,10 +198,13 @@ class BeamSearches:
             if beam.choice < beam.params.n:
                 self._outputs.add_finish(beam, 0, FinishReason.ABORT)
 
-    def _on_release(self, request: Request) -> None:
-        group = self._groups.get((request.client, request.number))
-        if group is not None:
-            group.is_broken = True
+    def _leave(self, rows: Rows) -> None:
+        if not self._groups:
+            return
+        for request in (self._batch.table.request[row] for row in rows.tolist()):
+            group = None if request is None else self._groups.get((request.client, request.number))
+            if group is not None:
+                group.is_broken = True
 
 
 def _logprobs(sequences: list[list[Token]], first: int, num_top: int) -> LogprobColumns:
