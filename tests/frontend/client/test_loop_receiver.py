@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,9 +118,8 @@ def test_nothing_is_received_in_a_rest(peer: Peer) -> None:
             peer.answer(b"%d" % number)
             receiver.pause()
             receiver.resume()
-            before = time.process_time()
+            assert not loop.remove_reader(receiver._fd), "a frame that waits would wake the loop again and again"
             await asyncio.sleep(0.05)
-            assert time.process_time() - before < 0.04
             assert len(peer.received) == number
             assert receiver._rest is not None
             receiver._rest.cancel()
