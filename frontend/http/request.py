@@ -167,7 +167,8 @@ class Request:
             except msgspec.ValidationError as error:
                 if not (is_of_a_float(error) or _is_of_a_null(error)):
                     raise
-                decoded = convert(_without_nulls(msgspec.json.decode(self.body)), decoder.type)
+                kind: Any = decoder.type  # a type[_T]; msgspec 0.23 says TypeForm[_T], which convert() does not take
+                decoded = convert(_without_nulls(msgspec.json.decode(self.body)), kind)
             if self.meter is not None:
                 self.meter.count_fields(self.body, known_fields(decoder))
             return decoded
