@@ -109,26 +109,27 @@ def test_eight_processes_two_killed_two_leaving(engine: EngineProcess) -> None:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
         )
 
-    with RawClient(engine.address) as watch:
-        wait_until_free(watch)
-        roles = ["stay", "kill", "leave", "stay", "kill", "leave", "stay", "stay"]
-        children = [run(role, me) for me, role in enumerate(roles)]
-        for role, child in zip(roles, children, strict=True):
-            assert child.stdin is not None
-            assert child.stdout is not None
-            if role != "stay":
-                assert child.stdout.readline() == "in mid-stream\n"
-            if role == "kill":
-                os.kill(child.pid, signal.SIGKILL)
-            elif role == "leave":
-                child.stdin.write("\n")
-                child.stdin.flush()
-        for role, child in zip(roles, children, strict=True):
-            text, _ = child.communicate(timeout=60)
-            assert text == ("wrong: []\n" if role == "stay" else "")
-            assert child.returncode == (-signal.SIGKILL if role == "kill" else 0)
-        wait_until_free(watch)
-        assert watch.statistics().num_finished >= 4 * 6
+    with RawClient(engine.address) as before:
+        wait_until_free(before)
+    roles = ["stay", "kill", "leave", "stay", "kill", "leave", "stay", "stay"]
+    children = [run(role, me) for me, role in enumerate(roles)]
+    for role, child in zip(roles, children, strict=True):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        if role != "stay":
+            assert child.stdout.readline() == "in mid-stream\n"
+        if role == "kill":
+            os.kill(child.pid, signal.SIGKILL)
+        elif role == "leave":
+            child.stdin.write("\n")
+            child.stdin.flush()
+    for role, child in zip(roles, children, strict=True):
+        text, _ = child.communicate(timeout=60)
+        assert text == ("wrong: []\n" if role == "stay" else "")
+        assert child.returncode == (-signal.SIGKILL if role == "kill" else 0)
+    with RawClient(engine.address) as after:
+        wait_until_free(after)
+        assert after.statistics().num_finished >= 4 * 6
 
 
 # --- hostile bytes -----------------------------------------------------------------------------------------------
