@@ -5,22 +5,21 @@ tokenizing takes up to 350 bytes of memory for each byte of text; so are those t
 """
 
 import asyncio
-import ctypes
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from frontend.http.errors import HttpError, retry_after
+from frontend.http.freed_memory import FreedMemory
 
 #: Most bytes of concurrent work. A single piece of work may be larger, and then runs alone.
 _MAX_RUNNING = 512 << 10
 #: Most bytes of requests that wait here: of all, and of one tenant.
 _MAX_WAITING, _MAX_OF_TENANT = 64 << 20, 32 << 20
 
-#: Bytes of work after which memory is returned to the system; glibc would keep it otherwise.
+#: Bytes of work after which freed memory is looked for at once.
 _LARGE = 256 << 10
 
-_libc = ctypes.CDLL(None)
 _T = TypeVar("_T")
 
 
@@ -33,6 +32,7 @@ class Turns:
     """Threads for work of one event loop. num_threads: pieces of work that run at the same time."""
 
     def __init__(self, num_threads: int) -> None:
+        self.freed = FreedMemory()
         self._num_threads = num_threads
         self._num_running = self._size_running = self._size_waiting = 0
         self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, in the order of their turns
@@ -44,7 +44,7 @@ class Turns:
         else:
             self._begin(size)
         try:
-            return await asyncio.to_thread(_run, work, size)
+            return await asyncio.to_thread(self._run, work, size)
         finally:
             self._num_running -= 1
             self._size_running -= size
@@ -92,10 +92,9 @@ class Turns:
         self._num_running += 1
         self._size_running += size
 
-
-def _run(work: Callable[[], _T], size: int) -> _T:
-    try:
-        return work()
-    finally:
-        if size > _LARGE:
-            _libc.malloc_trim(0)
+    def _run(self, work: Callable[[], _T], size: int) -> _T:
+        try:
+            return work()
+        finally:
+            if size > _LARGE:
+                self.freed.give_back()

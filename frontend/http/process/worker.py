@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 
 from frontend.engine.child import Child, spawn
+from frontend.http.freed_memory import ALLOCATION
 from frontend.http.process.options import BEGIN_DRAIN, READY, HttpOptions, WorkerStart
 from ipc.errors import EngineStartError
 
@@ -57,7 +58,7 @@ class HttpWorker:
 
     def spawn(self) -> None:
         """Spawn the worker and return at once. Errors: EngineStartError."""
-        self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds)
+        self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds, defaults=ALLOCATION)
 
     def describe_exit(self) -> str:
         """Return how the worker ended, once its pidfd is readable, as text to follow "the HTTP server"."""

@@ -7,15 +7,10 @@ Bodies whose requests were refused by their heads take no memory. They are read 
 """
 
 import asyncio
-import ctypes
 from collections import deque
 from collections.abc import Callable
 
 from frontend.http.errors import HttpError, retry_after
-
-_WORTH_BYTES = 32 << 20  # it takes a few milliseconds
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-
 
 #: From one part of an unwanted body to the next one, of any connection. A part has up to 256 KiB, uvloop's buffer.
 _DROP_S = 0.005
@@ -52,13 +47,6 @@ class HeldBodies:
         self.most = most
         self.num_bytes = 0
         self.unfinished: dict[HeldBody, None] = {}  # the longest silent one first
-        self.most_held = 0  # bytes, since the last give_back() that returned some
-
-    def give_back(self) -> None:
-        """Let the C library return freed memory to the system, which it would keep otherwise; called regularly."""
-        if self.most_held - self.num_bytes >= _WORTH_BYTES and _trim is not None:
-            self.most_held = self.num_bytes
-            _trim(0)
 
 
 class HeldBody:
@@ -78,7 +66,6 @@ class HeldBody:
             next(iter(bodies.unfinished)).give_way()
         bodies.unfinished[self] = None
         bodies.num_bytes += num_bytes
-        bodies.most_held = max(bodies.most_held, bodies.num_bytes)
         self._num_bytes += num_bytes
 
     def consume(self, num_bytes: int) -> None:

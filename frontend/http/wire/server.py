@@ -165,7 +165,7 @@ class HttpServer:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self._shared.keys.refresh()
         sweep(self._connections)
-        self._bodies.give_back()
+        self._shared.turns.freed.give_back()
         for service in self.served.services:
             service.standing.ask()
 
