@@ -39,7 +39,9 @@ from tools.lab.bench.runs import Bench, Run
 from tools.lab.bench.speculation import measure_speculation
 from tools.lab.bench.startup import MeasuredStartup, kernel_cache, measure_cleanly
 from tools.lab.bench.startup_parts import Parts, has_parts, measure_parts
+from tools.lab.bench.swap_in import measure_swap_in
 from tools.lab.bench.tiny_model import write_tiny_model
+from tools.lab.bench.weights_update import measure_weights_update
 from tools.lab.bench.what_if import measure_what_if
 from tools.lab.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 
@@ -73,6 +75,8 @@ DEFAULTS = {
     "lora": [],
     "kv-tiers": [],
     "pinned-session": [],
+    "swap-in": [],
+    "weights-update": [],
     "images": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype.
@@ -101,6 +105,8 @@ _IN_ROUNDS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "lora": measure_lora,
     "kv-tiers": measure_kv_tiers,
     "pinned-session": measure_pinned_session,
+    "swap-in": measure_swap_in,
+    "weights-update": measure_weights_update,
 }
 HOST = "host256"  # runs on a separate engine, with the tiny model
 
