@@ -279,8 +279,8 @@ class EngineHandle:
         """Return the receipt of a finished output; see LLM.receipt()."""
         if not isinstance(output, RequestOutput):
             raise InvalidRequestError(
-                f"no receipt can be made of a {type(output).__name__}: receipts are of tokens, and vectors and scores "
-                "are checked by computing them again"
+                f"no receipt can be made of a {type(output).__name__}: receipts are of outputs of generate() and "
+                "chat(); vectors and scores are checked by computing them again"
             )
         sent = output.submitted
         if sent is None or not output.finished:

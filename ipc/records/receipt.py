@@ -243,8 +243,6 @@ def check_provable(welcome: Welcome, request: AddRequest) -> None:
         why = f"its engine has numerics level {welcome.numerics}, and receipts need L2: others could get other tokens"
     elif welcome.arithmetic is None:
         why = "its engine does not say which weights and kernels it computes with"
-    elif request.params.use_beam_search:
-        why = "it is of a beam search, whose beams are chosen at its end, and not token by token"
     elif request.features:
         why = "its prompt has images or embeddings, of which a receipt would have the digests alone"
     if why:

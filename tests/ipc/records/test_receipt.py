@@ -203,7 +203,6 @@ def test_parameters_of_strangers_are_checked(parameters: dict[str, Any]) -> None
     [
         ({"numerics": "L0"}, {}, "receipts need L2"),
         ({"arithmetic": None}, {}, "which weights and kernels"),
-        ({}, {"params": SamplingParams(use_beam_search=True, n=2, temperature=0)}, "beam search"),
         ({}, {"features": [FeatureUse("0" * 64, 0, 1)]}, "images or embeddings"),
         ({}, {"params": SamplingParams()}, "it has not ended"),
     ],

@@ -1,5 +1,6 @@
 """`engine-core verify`: what an engine answered is verified, and whatever else is found at the right position."""
 
+import itertools
 import json
 import random
 import time
@@ -48,6 +49,19 @@ OPTIONS: list[dict[str, Any]] = [
     {"structured_outputs": structured(json=NAMES), "ignore_eos": False},
     {"structured_outputs": structured(regex="[a-e]{3,9}(00)?"), "ignore_eos": False, "n": 2},
     {"stop": ["é", "a", "b", "c"], "ignore_eos": False, "n": 2},
+]
+#: Beam searches: early ends, fewer answers than beams, longer and shorter ones preferred.
+SEARCHES: list[dict[str, Any]] = [
+    {"n": 2, "stop_token_ids": list(range(0, VOCAB_SIZE, 9)), "ignore_eos": False},
+    {"n": 2, "best_of": 4, "early_stopping": True, "length_penalty": 2.0, "stop_token_ids": [4, 9, 14]},
+    {
+        "n": 3,
+        "temperature": 0.7,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+        "structured_outputs": structured(regex="[a-e]{3,9}(00)?"),
+        "ignore_eos": False,
+    },
 ]
 #: One token again and again: every draft for it is right, whatever runs beside it.
 FORCED: dict[str, Any] = {"temperature": 0.0, "allowed_token_ids": [9]}
@@ -194,6 +208,25 @@ def test_an_answer_takes_few_steps(site: Site) -> None:
         assert verifier.num_steps < 40, "and many take hardly more together"
     finally:
         verifier.close()
+
+
+def test_beam_searches_are_run_again(site: Site) -> None:
+    given = [params({"temperature": 0.0, **one, "use_beam_search": True}) for one in SEARCHES]
+    made = [site.llm.receipt(output) for output in answered(site.llm, [[5, 6, 7], [8] * 9, [200, 3]], given)]
+    assert {one.finish_reason for receipt in made for one in receipt.header.answers} == {"stop", "length"}
+    assert [verdict.status for verdict in verdicts(made, site.options)] == ["verified"] * len(made)
+    for receipt in made:
+        contents = contents_of(receipt)
+        best, *_, last = contents.answers
+        swapped = msgspec.structs.replace(contents, answers=[last, *contents.answers[1:-1], best])
+        flipped = msgspec.structs.replace(contents, answers=[*contents.answers[:-1], [*last[:-1], 1]])
+        of_swapped, of_flipped = verdicts([forged(receipt, swapped), forged(receipt, flipped)], site.options)
+        pairs = enumerate(itertools.zip_longest(best, last))
+        assert found(of_swapped)[:2] == (0, next(at for at, (a, b) in pairs if a != b))
+        assert found(of_flipped)[:2] == (len(contents.answers) - 1, len(last) - 1)
+        longer = {**contents.parameters, "length_penalty": 8.0, "max_tokens": 3}
+        (other,) = verdicts([forged(receipt, msgspec.structs.replace(contents, parameters=longer))], site.options)
+        assert other.status == "differs"
 
 
 def test_receipts_of_other_kernels_are_verified_by_these(site: Site) -> None:
@@ -476,7 +509,6 @@ def test_a_redacted_capture_is_refused(
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ({"use_beam_search": True, "best_of": 2, "temperature": 0.0}, "beam search"),
         ({"output_kind": RequestOutputKind.DELTA}, "the parts of an answer"),
     ],
 )
@@ -490,5 +522,5 @@ def test_an_answer_without_a_receipt(site: Site, given: dict[str, Any], why: str
     with pytest.raises(InvalidRequestError, match="finished request"):
         site.llm.receipt(output)
     vector: Any = EmbeddingRequestOutput("0", EmbeddingOutput([1.0]), [3, 4], finished=True)
-    with pytest.raises(InvalidRequestError, match="of a EmbeddingRequestOutput: receipts are of tokens"):
+    with pytest.raises(InvalidRequestError, match="of a EmbeddingRequestOutput: receipts are of outputs"):
         site.llm.receipt(vector)

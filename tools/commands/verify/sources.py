@@ -210,8 +210,6 @@ def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
         name, message = f"client {one.client} request {one.message.number}", one.message
         if not isinstance(message, AddRequest):
             skipped[name] = "it asks for vectors"
-        elif message.params.use_beam_search:
-            skipped[name] = "it is a beam search"
         elif message.features:
             skipped[name] = "it has images or embeddings, of which a capture has the digests alone"
         elif any(one.tokens):

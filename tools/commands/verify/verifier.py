@@ -2,7 +2,7 @@
 
 It is speculation with given drafts (docs/speculation.md): the engine, its scheduler and its sampler are those that
 generate, and a draft is kept if and only if plain sampling draws the same token. So an answer of n tokens costs about
-as much as a prompt of n tokens.
+as much as a prompt of n tokens. A beam search is run again: which beams it keeps depends on all of them.
 """
 
 from collections.abc import Sequence
@@ -131,7 +131,7 @@ class Verifier:
                 outcomes[number - first] = refused
                 continue
             open_[number] = _Open(claim)
-            for choice, answer in enumerate(claim.answers):
+            for choice, answer in enumerate(() if message.params.use_beam_search else claim.answers):
                 self._drafts.give((_CLIENT, number, choice), self._known(answer.token_ids))
             inbox.append((_CLIENT, message))
         while open_:
@@ -246,14 +246,15 @@ def _compare(answer: Answer, row: OutputRow, place: int) -> Difference | None:
 
 
 def _message(claim: Claim, number: int) -> AddRequest:
-    """Return the request that computes the claimed tokens and one more, and reports nothing else."""
+    """Return the request that computes the claimed tokens and one more, or the whole search, and reports no more."""
+    params = claim.message.params
     most = 1 + max(len(answer.token_ids) for answer in claim.answers)
-    if (limit := claim.message.params.max_tokens) is not None:
-        most = min(most, limit)
+    if params.max_tokens is not None:
+        most = min(most, params.max_tokens)
     return msgspec.structs.replace(
         claim.message,
         number=number,
-        params=plain_params(claim.message.params, most),
+        params=params if params.use_beam_search else plain_params(params, most),
         priority=0,
         deadline_ms=0,
         cache_salt="",

@@ -53,6 +53,13 @@ def test_chats(served: Caller, stream: bool) -> None:
 
 
 def test_what_has_no_receipt_is_refused(served: Caller) -> None:
-    for body in ({"use_beam_search": True, "n": 2}, {"echo": True, "max_tokens": 0}):
-        answer = served.complete("One", receipt=True, **body)
-        assert (answer.status, "receipt" in answer.json["error"]["message"]) == (400, True)
+    answer = served.complete("One", receipt=True, echo=True, max_tokens=0)
+    assert (answer.status, "receipt" in answer.json["error"]["message"]) == (400, True)
+
+
+def test_beam_searches(served: Caller) -> None:
+    answer = served.complete("One", receipt=True, use_beam_search=True, n=2, max_tokens=4, return_token_ids=True)
+    (receipt,) = receipts_of(answer.json)
+    assert receipt.contents is not None
+    assert receipt.contents.parameters["use_beam_search"]
+    assert receipt.contents.answers == [choice["token_ids"] for choice in answer.json["choices"]]
