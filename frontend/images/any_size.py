@@ -5,58 +5,27 @@ processors. Images are resized by Pillow's bicubic filter, on 8 bits a colour, a
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from frontend.images.rules import BICUBIC, PROCESSOR_FILE, RectangleRules, check_settings, find_token
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 _MARK = "<|image_pad|>"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "resample": 3,
-}  # 3 = bicubic
 _MOST_RATIO = 200  # of an image's sides
 
 
-class AnySizeImages(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class AnySizeImages(RectangleRules):
     """The ImageRules of Qwen's models."""
 
-    unit: int  # pixels; a square of this side becomes one row
+    mark: ClassVar[str] = _MARK
+    token: ClassVar[str] = _MARK
+    resample: ClassVar[int] = BICUBIC
     least: int  # pixels of an image
     most: int
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts, and for each of its tokens."""
-        return _MARK
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of an image."""
-        return _MARK
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Return the number of tokens for an image of this shape."""
-        return (shape[0] // self.unit) * (shape[1] // self.unit)
-
-    def squares_of(self, image: "Image") -> Squares:
-        """Return an image in RGB as one rectangle. Errors: InvalidRequestError for one that is too long."""
-        from PIL.Image import Resampling
-
-        height, width = self.size_of(image.height, image.width)
-        resized = image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
-        return Squares([np.asarray(resized, np.uint8)], height // self.unit, width // self.unit)
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) of the rectangle that an image becomes. Errors: InvalidRequestError."""
@@ -85,7 +54,7 @@ def any_size_images(
     settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
 ) -> AnySizeImages:
     """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
-    check_settings(settings, _ONLY)
+    check_settings(settings, BICUBIC)
     unit, size = limits.image_size, settings.get("size") or {}
     own = settings.get("patch_size", 14), settings.get("merge_size", 2)
     if any(type(one) is not int for one in own) or own[0] * own[1] != unit or not limits.any_size:
@@ -102,7 +71,6 @@ def any_size_images(
             f"{PROCESSOR_FILE}: size must have the fewest and the most pixels of an image as shortest_edge and "
             f"longest_edge, got {least!r:.80} and {most!r:.80}"
         )
-    if (mark_id := token_id(_MARK)) is None:
-        raise ModelFileError(f"tokenizer.json has no token {_MARK}")
     most = min(most, limits.image_rows * unit**2)
-    return AnySizeImages(unit, min(least, most), most, mark_id)
+    mark_id = find_token(token_id, _MARK)
+    return AnySizeImages(unit=unit, least=min(least, most), most=most, mark_id=mark_id)

@@ -4,56 +4,30 @@ Images are resized by Pillow's bilinear filter, on 8 bits a colour, as in transf
 scan", additional squares for long images, is off in the models' files, and refused if it is on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
-from ipc.errors import ModelFileError
+from frontend.images.rules import BILINEAR, SquareRules, Squares, check_settings, check_side, find_token
 from ipc.wire.feature_messages import FeatureLimits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BEGIN, _SOFT, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "resample": 2,
-    "do_pan_and_scan": False,
-}
 
 
-class Gemma3Images(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Images(SquareRules):
     """The ImageRules of Gemma 3."""
 
-    side: int  # of a square, pixels
-    rows_per_square: int
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts."""
-        return _BEGIN
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of an image."""
-        return _SOFT
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Return the number of tokens for a square."""
-        return self.rows_per_square
+    mark: ClassVar[str] = _BEGIN
+    token: ClassVar[str] = _SOFT
+    resample: ClassVar[int] = BILINEAR
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the square of an image in RGB."""
-        from PIL.Image import Resampling
-
-        resized = image.resize((self.side, self.side), Resampling.BILINEAR)
-        return Squares([np.asarray(resized, np.uint8)], 0, 0)
+        return Squares([self.whole(image)], 0, 0)
 
     def text_of(self, num_rows: int, num_columns: int) -> str:
         """Return the text for an image in the prompt."""
@@ -64,16 +38,7 @@ def gemma3_images(
     settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
 ) -> Gemma3Images:
     """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
-    check_settings(settings, _ONLY)
-    side, size = limits.image_size, settings.get("size", {"height": 224, "width": 224})
-    if not isinstance(size, Mapping) or (size.get("height"), size.get("width")) != (side, side):
-        raise ModelFileError(
-            f"{PROCESSOR_FILE}: size is {size!r:.80}, but the vision encoder reads images of {side} x {side}"
-        )
-    ids = {token: token_id(token) for token in (_BEGIN, _SOFT, _END)}
-    for token, number in ids.items():
-        if number is None:
-            raise ModelFileError(f"tokenizer.json has no token {token}")
-    mark_id = ids[_SOFT]
-    assert mark_id is not None, ids
-    return Gemma3Images(side, limits.image_rows, mark_id)
+    check_settings(settings, BILINEAR, do_pan_and_scan=False)
+    check_side(settings, 224, limits.image_size)
+    mark_id = find_token(token_id, _SOFT, _BEGIN, _END)
+    return Gemma3Images(square=limits.image_size, rows_per_square=limits.image_rows, mark_id=mark_id)

@@ -5,57 +5,26 @@ on 8 bits a colour, as in transformers' Pillow backend.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from frontend.images.rules import BICUBIC, PROCESSOR_FILE, RectangleRules, check_settings, find_token
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 _BEGIN, _MARK, _END = "<|image>", "<|image|>", "<image|>"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": False,
-    "do_convert_rgb": True,
-    "resample": 3,
-}  # 3 = bicubic
 
 
-class Gemma4Images(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Images(RectangleRules):
     """The ImageRules of Gemma 4."""
 
-    unit: int  # pixels; a square of this side becomes one row
-    pool: int  # patches on a side of such a square
+    mark: ClassVar[str] = _MARK
+    token: ClassVar[str] = _MARK
+    resample: ClassVar[int] = BICUBIC
+    pool: int  # patches on a side of what becomes one row
     most: int  # rows of an image
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts, and for each of its tokens."""
-        return _MARK
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of an image."""
-        return _MARK
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Return the number of tokens for an image of this shape."""
-        return (shape[0] // self.unit) * (shape[1] // self.unit)
-
-    def squares_of(self, image: "Image") -> Squares:
-        """Return an image in RGB as one rectangle. Errors: InvalidRequestError for one that is too long."""
-        from PIL.Image import Resampling
-
-        height, width = self.size_of(image.height, image.width)
-        resized = image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
-        return Squares([np.asarray(resized, np.uint8)], height // self.unit, width // self.unit)
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) of the rectangle that an image becomes. Errors: InvalidRequestError."""
@@ -83,17 +52,12 @@ def gemma4_images(
     settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
 ) -> Gemma4Images:
     """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
-    check_settings(settings, _ONLY)
+    check_settings(settings, BICUBIC, do_normalize=False)
     own = settings.get("patch_size", 16), settings.get("pooling_kernel_size", 3)
     if any(type(one) is not int or one < 1 for one in own) or own[0] * own[1] != limits.image_size:
         raise ModelFileError(
             f"{PROCESSOR_FILE}: patch_size and pooling_kernel_size are {own[0]!r:.80} and {own[1]!r:.80}, but the "
             f"vision encoder makes one row of {limits.image_size} x {limits.image_size} pixels"
         )
-    ids = {token: token_id(token) for token in (_BEGIN, _MARK, _END)}
-    for token, number in ids.items():
-        if number is None:
-            raise ModelFileError(f"tokenizer.json has no token {token}")
-    mark_id = ids[_MARK]
-    assert mark_id is not None, ids
-    return Gemma4Images(limits.image_size, own[1], limits.image_rows, mark_id)
+    mark_id = find_token(token_id, _MARK, _BEGIN, _END)
+    return Gemma4Images(unit=limits.image_size, pool=own[1], most=limits.image_rows, mark_id=mark_id)

@@ -5,72 +5,42 @@ another picture. Images are resized by Pillow's Lanczos filter, on 8 bits a colo
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from frontend.images.rules import LANCZOS, PROCESSOR_FILE, SquareRules, Squares, check_settings, find_token
 from ipc.errors import ModelFileError
-from ipc.tables.arrays import UInt8s
 from ipc.wire.feature_messages import FeatureLimits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MARK, _AROUND, _WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "resample": 1,
-}  # 1 = Lanczos
 #: No image is larger than this on its longer side, whatever a model's files say. Pixels.
 _LONGEST = 4096
 
 
-class Idefics3Images(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Idefics3Images(SquareRules):
     """The ImageRules of Idefics3 and SmolVLM."""
 
+    mark: ClassVar[str] = _MARK
+    token: ClassVar[str] = _MARK
+    resample: ClassVar[int] = LANCZOS
     longest_edge: int  # to which an image's longer side is resized, pixels
-    square: int  # side of the squares that the vision encoder reads, pixels
     splits: bool  # an image is divided into squares, followed by the whole image
-    rows_per_square: int
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts, and for each token of a square."""
-        return _MARK
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of a square."""
-        return _MARK
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Return the number of tokens for a square."""
-        return self.rows_per_square
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""
-        side = self.square
-        image = _resized(image, *_first_size(*image.size, self.longest_edge))
+        image = self.resized(image, *_first_size(*image.size, self.longest_edge))
         if not self.splits:
-            return Squares([_array(_resized(image, side, side))], 0, 0)
-        image = _resized(image, *_whole_squares(*image.size, side))
-        width, height = image.size
-        if width <= side and height <= side:
-            return Squares([_array(image)], 0, 0)
-        numbers = _array(image)
-        num_rows, num_columns = height // side, width // side
-        pixels = [
-            np.ascontiguousarray(numbers[row * side : (row + 1) * side, column * side : (column + 1) * side])
-            for row in range(num_rows)
-            for column in range(num_columns)
-        ]
-        return Squares([*pixels, _array(_resized(image, side, side))], num_rows, num_columns)
+            return Squares([self.whole(image)], 0, 0)
+        image = self.resized(image, *_whole_squares(*image.size, self.square))
+        pixels = self.cut(image)
+        if len(pixels) == 1:
+            return Squares(pixels, 0, 0)
+        return Squares([*pixels, self.whole(image)], image.height // self.square, image.width // self.square)
 
     def text_of(self, num_rows: int, num_columns: int) -> str:
         """Return the text for an image with these squares in the prompt."""
@@ -87,16 +57,19 @@ def idefics3_images(
     settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
 ) -> Idefics3Images:
     """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
-    check_settings(settings, _ONLY)
+    check_settings(settings, LANCZOS)
     square = _edge(settings, "max_image_size", 364)
     if square != limits.image_size:
         raise ModelFileError(
             f"{PROCESSOR_FILE}: max_image_size is {square}, but the vision encoder reads squares of {limits.image_size}"
         )
-    if (mark_id := token_id(_MARK)) is None:
-        raise ModelFileError(f"tokenizer.json has no token {_MARK}")
-    longest = _edge(settings, "size", 4 * 364)
-    return Idefics3Images(longest, square, bool(settings.get("do_image_splitting", True)), limits.image_rows, mark_id)
+    return Idefics3Images(
+        longest_edge=_edge(settings, "size", 4 * 364),
+        square=square,
+        splits=bool(settings.get("do_image_splitting", True)),
+        rows_per_square=limits.image_rows,
+        mark_id=find_token(token_id, _MARK),
+    )
 
 
 def _edge(settings: Mapping[str, Any], key: str, default: int) -> int:
@@ -137,13 +110,3 @@ def _whole_squares(width: int, height: int, side: int) -> tuple[int, int]:
         height = math.ceil(height / side) * side
         width = math.ceil(int(height * ratio) / side) * side
     return width, height
-
-
-def _resized(image: "Image", width: int, height: int) -> "Image":
-    from PIL.Image import Resampling
-
-    return image.resize((width, height), Resampling.LANCZOS)
-
-
-def _array(image: "Image") -> UInt8s:
-    return np.asarray(image, np.uint8)

@@ -4,12 +4,19 @@ The number of squares is that of the arrangement whose shape is nearest to the i
 bicubic filter, on 8 bits a colour, as in transformers' Pillow backend.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from frontend.images.rules import (
+    BICUBIC,
+    PROCESSOR_FILE,
+    SquareRules,
+    Squares,
+    check_settings,
+    check_side,
+    find_token,
+)
 from ipc.errors import ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
@@ -17,54 +24,24 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MARK, _BEGIN, _END = "<IMG_CONTEXT>", "<img>", "</img>"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "resample": 3,
-}  # 3 = bicubic
 _MOST = 64  # squares of an image that a file may ask for
 
 
-class InternVLImages(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class InternVLImages(SquareRules):
     """The ImageRules of InternVL."""
 
-    square: int  # side of the squares that the vision encoder reads, pixels
+    mark: ClassVar[str] = _MARK
+    token: ClassVar[str] = _MARK
+    resample: ClassVar[int] = BICUBIC
     least: int  # squares of an image, the whole one not counted
     most: int
-    rows_per_square: int
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts, and for each token of a square."""
-        return _MARK
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of a square."""
-        return _MARK
-
-    def rows_of(self, shape: Sequence[int]) -> int:
-        """Return the number of tokens for a square."""
-        return self.rows_per_square
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""
-        from PIL.Image import Resampling
-
-        side = self.square
         columns, rows = self.grid_of(image.width, image.height)
-        numbers = np.asarray(image.resize((columns * side, rows * side), Resampling.BICUBIC), np.uint8)
-        pixels = [
-            np.ascontiguousarray(numbers[row * side : (row + 1) * side, column * side : (column + 1) * side])
-            for row in range(rows)
-            for column in range(columns)
-        ]
-        if len(pixels) > 1:
-            pixels.append(np.asarray(image.resize((side, side), Resampling.BICUBIC), np.uint8))
-        return Squares(pixels, rows, columns)
+        pixels = self.cut(self.resized(image, columns * self.square, rows * self.square))
+        return Squares([*pixels, self.whole(image)] if len(pixels) > 1 else pixels, rows, columns)
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
         """Return (columns, rows) of the squares that an image is divided into.
@@ -97,22 +74,14 @@ def internvl_images(
 
     transformers' processor of InternVL divides images, whatever the file says of crop_to_patches.
     """
-    check_settings(settings, _ONLY)
-    size, square = settings.get("size") or {"height": 384, "width": 384}, limits.image_size
-    if not isinstance(size, Mapping) or (size.get("height"), size.get("width")) != (square, square):
-        raise ModelFileError(
-            f"{PROCESSOR_FILE}: size is {size!r:.80}, but the vision encoder reads squares of {square} x {square}"
-        )
+    check_settings(settings, BICUBIC)
+    check_side(settings, 384, limits.image_size)
     least, most = (settings.get(name) or other for name, other in (("min_patches", 1), ("max_patches", 12)))
     if type(least) is not int or type(most) is not int or not 1 <= least <= most <= _MOST:
         raise ModelFileError(
             f"{PROCESSOR_FILE}: min_patches and max_patches must be 1 to {_MOST}, in order; got {least!r:.40} and "
             f"{most!r:.40}"
         )
-    ids = {token: token_id(token) for token in (_MARK, _BEGIN, _END)}
-    for token, number in ids.items():
-        if number is None:
-            raise ModelFileError(f"tokenizer.json has no token {token}")
-    mark_id = ids[_MARK]
-    assert mark_id is not None, ids
-    return InternVLImages(square, least, most, limits.image_rows, mark_id)
+    mark_id = find_token(token_id, _MARK, _BEGIN, _END)
+    square, rows = limits.image_size, limits.image_rows
+    return InternVLImages(square=square, least=least, most=most, rows_per_square=rows, mark_id=mark_id)

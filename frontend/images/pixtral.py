@@ -6,55 +6,28 @@ processor. They are resized by Pillow's bicubic filter, on 8 bits a colour, as i
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-
-from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
+from frontend.images.rules import BICUBIC, PROCESSOR_FILE, RectangleRules, check_settings, find_token
 from ipc.errors import ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 _MARK, _BREAK, _END = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
-_ONLY = {
-    "do_resize": True,
-    "do_rescale": True,
-    "do_normalize": True,
-    "do_convert_rgb": True,
-    "resample": 3,
-}  # 3 = bicubic
 
 
-class PixtralImages(NamedTuple):
-    """The ImageRules of Pixtral's encoder."""
+@dataclass(frozen=True, kw_only=True)
+class PixtralImages(RectangleRules):
+    """The ImageRules of Pixtral's encoder. Tokens that end a row of an image have a text of their own."""
 
-    unit: int  # pixels; a square of this side becomes one row
+    mark: ClassVar[str] = _MARK
+    token: ClassVar[str] = _MARK
+    resample: ClassVar[int] = BICUBIC
     longest: int  # pixels, of an image's longer side
-    mark_id: int
-
-    @property
-    def mark(self) -> str:
-        """Return the text for an image in prompts, and for each of its tokens but those that end a row."""
-        return _MARK
-
-    @property
-    def token(self) -> str:
-        """Return the text of the token for a row of an image."""
-        return _MARK
 
     def rows_of(self, shape: Sequence[int]) -> int:
         """Return the number of tokens for an image of this shape, those that end its rows included."""
         return (shape[0] // self.unit) * (shape[1] // self.unit + 1) - 1
-
-    def squares_of(self, image: "Image") -> Squares:
-        """Return an image in RGB as one rectangle."""
-        from PIL.Image import Resampling
-
-        height, width = self.size_of(image.height, image.width)
-        resized = image if image.size == (width, height) else image.resize((width, height), Resampling.BICUBIC)
-        return Squares([np.asarray(resized, np.uint8)], height // self.unit, width // self.unit)
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) of the rectangle that an image becomes."""
@@ -72,18 +45,13 @@ def pixtral_images(
     settings: Mapping[str, Any], limits: FeatureLimits, token_id: Callable[[str], int | None]
 ) -> PixtralImages:
     """Return the rules of a model with these settings. Errors: ModelFileError, UnsupportedModelError."""
-    check_settings(settings, _ONLY)
+    check_settings(settings, BICUBIC)
     unit, size = limits.image_size, settings.get("size") or {"longest_edge": 1024}
     longest = size.get("longest_edge") if isinstance(size, Mapping) else None
     if type(longest) is not int or longest < 1:
         raise ModelFileError(
             f"{PROCESSOR_FILE}: size must have the longest side of an image as longest_edge, got {size!r:.80}"
         )
-    ids = {token: token_id(token) for token in (_MARK, _BREAK, _END)}
-    for token, number in ids.items():
-        if number is None:
-            raise ModelFileError(f"tokenizer.json has no token {token}")
-    mark_id = ids[_MARK]
-    assert mark_id is not None, ids
     side = (math.isqrt(4 * limits.image_rows + 5) - 1) // 2  # the largest with side * (side + 1) - 1 rows at most
-    return PixtralImages(unit, min(longest, max(1, side) * unit), mark_id)
+    longest = min(longest, max(1, side) * unit)
+    return PixtralImages(unit=unit, longest=longest, mark_id=find_token(token_id, _MARK, _BREAK, _END))

@@ -102,7 +102,7 @@ def test_a_chat(llm: LLM) -> None:
 
 @pytest.mark.parametrize("size", [(48, 48), (100, 150), (7, 300), (1, 1), (333, 50)])
 def test_squares_are_those_of_transformers(size: tuple[int, int]) -> None:
-    got = Gemma3Images(SIDE, ROWS, 0).squares_of(Image.fromarray(noise(*size, 1)))
+    got = Gemma3Images(square=SIDE, rows_per_square=ROWS, mark_id=0).squares_of(Image.fromarray(noise(*size, 1)))
     assert (got.num_rows, got.num_columns, len(got.pixels)) == (0, 0, 1)
     ours = ((got.pixels[0] * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
     assert np.array_equal(ours.transpose(2, 0, 1), processed(noise(*size, 1))[0])

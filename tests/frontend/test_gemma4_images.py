@@ -76,7 +76,7 @@ def test_layers_with_inputs_of_their_own_take_no_prompt_embeds(llm: LLM) -> None
 
 @pytest.mark.parametrize("size", SIZES)
 def test_pixels_are_those_of_transformers(size: tuple[int, int]) -> None:
-    image, rules = noise(*size, 5), Gemma4Images(UNIT, POOL, ROWS, 0)
+    image, rules = noise(*size, 5), Gemma4Images(unit=UNIT, pool=POOL, most=ROWS, mark_id=0)
     try:
         made = processor()(images=[image], return_tensors="np", input_data_format="channels_last")
     except ValueError:

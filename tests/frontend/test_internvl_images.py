@@ -40,7 +40,13 @@ IMAGES = [noise(100, 150, 1), noise(32, 32, 2), noise(200, 60, 3), noise(7, 47, 
 SIZES = [(32, 32), (100, 150), (7, 300), (1, 1), (333, 50), (70, 71), (45, 90), (200, 100)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 700, "max_num_batched_tokens": 50}
-RULES = InternVLImages(SQUARE, 1, MOST, ROWS, tiny_tokenizer().token_to_id("<IMG_CONTEXT>"))
+RULES = InternVLImages(
+    square=SQUARE,
+    least=1,
+    most=MOST,
+    rows_per_square=ROWS,
+    mark_id=tiny_tokenizer().token_to_id("<IMG_CONTEXT>"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ IMAGES = [noise(100, 150, 1), noise(48, 40, 2), noise(200, 60, 3), noise(7, 47, 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 700, "max_num_batched_tokens": 50}
 SIZES = [(48, 48), (100, 150), (7, 300), (1, 1), (333, 50), (70, 71), (64, 8)]
-RULES = PixtralImages(UNIT, LONGEST, tiny_tokenizer().token_to_id("[IMG]"))
+RULES = PixtralImages(unit=UNIT, longest=LONGEST, mark_id=tiny_tokenizer().token_to_id("[IMG]"))
 
 
 @pytest.fixture(scope="module")

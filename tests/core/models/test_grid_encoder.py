@@ -53,7 +53,12 @@ Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
 IMAGES = [noise(40, 60, 1), noise(33, 25, 2), noise(64, 20, 3), noise(9, 50, 4)]
-RULES = AnySizeImages(UNIT, SIZE["shortest_edge"], SIZE["longest_edge"], tiny_tokenizer().token_to_id("<|image_pad|>"))
+RULES = AnySizeImages(
+    unit=UNIT,
+    least=SIZE["shortest_edge"],
+    most=SIZE["longest_edge"],
+    mark_id=tiny_tokenizer().token_to_id("<|image_pad|>"),
+)
 
 
 @pytest.fixture(scope="module")

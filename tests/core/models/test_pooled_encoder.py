@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
 IMAGES = [noise(40, 60, 1), noise(33, 25, 2), noise(64, 20, 3), noise(9, 120, 4)]
-RULES = Gemma4Images(UNIT, POOL, ROWS, tiny_tokenizer().token_to_id("<|image|>"))
+RULES = Gemma4Images(unit=UNIT, pool=POOL, most=ROWS, mark_id=tiny_tokenizer().token_to_id("<|image|>"))
 
 
 @pytest.fixture(scope="module")
@@ -194,4 +195,4 @@ def test_a_projector_gives_the_rows_of_the_folder(family: str, folders: dict[str
     assert np.array_equal(other.encode(pixels_of(0)), encoder.encode(pixels_of(0)))
     settings = json.loads(processor_settings(file))
     limits = FeatureLimits(48, 1 << 20, UNIT, 280, any_size=True)
-    assert gemma4_images(settings, limits, lambda token: RULES.mark_id) == RULES._replace(most=280)
+    assert gemma4_images(settings, limits, lambda token: RULES.mark_id) == replace(RULES, most=280)

@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
 LIMITS = FeatureLimits(48, 1 << 20, SQUARE, ROWS)
-RULES = Idefics3Images(LONGEST, SQUARE, True, ROWS, 1)
+RULES = Idefics3Images(longest_edge=LONGEST, square=SQUARE, splits=True, rows_per_square=ROWS, mark_id=1)
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -34,7 +35,7 @@ RULES = Idefics3Images(LONGEST, SQUARE, True, ROWS, 1)
 def test_squares_are_those_of_transformers(size: tuple[int, int], splits: bool) -> None:
     pixels = noise(*size, 1)
     theirs = processed(pixels, do_image_splitting=splits)
-    got = RULES._replace(splits=splits).squares_of(Image.fromarray(pixels))
+    got = replace(RULES, splits=splits).squares_of(Image.fromarray(pixels))
     ours = [((one * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5) for one in got.pixels]
     assert np.array_equal(np.stack(ours).transpose(0, 3, 1, 2), np.asarray(theirs["pixel_values"])[0])
     assert (got.num_rows, got.num_columns) == (theirs["rows"][0][0], theirs["cols"][0][0])
@@ -53,7 +54,7 @@ def test_a_prompt_has_the_marks_that_transformers_writes(size: tuple[int, int]) 
     assert read.text == f"What is {marks} this?"
     mark = tiny_tokenizer().token_to_id("<image>")
     ids = tiny_tokenizer().encode(read.text).ids
-    placed = read._replace(rules=RULES._replace(mark_id=mark)).place(ids)
+    placed = read._replace(rules=replace(RULES, mark_id=mark)).place(ids)
     covered = [at for one in placed for at in range(one.use.position, one.use.position + one.use.num_rows)]
     assert covered == [at for at, token in enumerate(ids) if token == mark]
     assert len(placed) == len(read.squares) > 0
@@ -177,7 +178,7 @@ def test_a_models_files() -> None:
     file = b'{"size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 64}, "do_image_splitting": false}'
     made = image_prompts({"preprocessor_config.json": file}, LIMITS, lambda _: 7)
     assert made is not None
-    assert made.rules == Idefics3Images(192, 64, False, ROWS, 7)
+    assert made.rules == Idefics3Images(longest_edge=192, square=64, splits=False, rows_per_square=ROWS, mark_id=7)
     assert image_prompts({"preprocessor_config.json": file}, None, lambda _: 7) is None
     wrong: list[tuple[bytes, int | None, type[Exception], str]] = [
         (b"[]", 7, ModelFileError, "expected a JSON object"),
