@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from core.features.partial import PartialFeature
 from core.holders import Holders
 from ipc.errors import InvalidRequestError
 from ipc.tables.arrays import Floats, UInt8s
@@ -32,7 +33,7 @@ from ipc.wire.feature_messages import (
     feature_digest,
     num_bytes,
 )
-from ipc.wire.messages import AddRequest, Submission
+from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES, AddRequest, Submission
 
 #: Bytes of rows of given embeddings kept although no request uses them.
 MAX_CACHED_BYTES = 256 << 20
@@ -43,8 +44,9 @@ _MAX_SHAPE = 8  # numbers of a shape that error texts show
 _MAX_NUMBERED = 2**31  # a token's id is an int32
 #: Rows in each direction of the image with which the time of encoders for any size is measured.
 _TRIAL_SIDE = 8
-#: A row of the largest images takes at most so many times as long as one of that image: it sees more patches.
-_TRIAL_FACTOR = 4
+#: For each so many rows of an image, a row takes as long once more as one of that image: it sees more patches.
+_TRIAL_ROWS = 256
+_ONE_MESSAGE = MAX_CLIENT_MESSAGE_BYTES - 4096  # bytes of an image that clients can put which know no parts
 #: Numbers that are remembered. A forgotten feature gets a new one.
 MAX_NUMBERS = 65_536
 
@@ -94,7 +96,8 @@ class Features:
         self._lock = threading.Lock()  # for everything below
         #: What each client has put, by digest, oldest first. A text says why it is not accepted.
         self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
-        self._put_bytes: dict[int, int] = {}  # by client
+        self._begun: dict[int, PartialFeature] = {}  # by client: a feature of which parts are still to come
+        self._put_bytes: dict[int, int] = {}  # by client, with what is begun
         #: By digest, of live requests: images, and embeddings until their rows are there.
         self._wanted: dict[bytes, PutFeature] = {}
         self._rows: dict[bytes, Floats] = {}  # of embeddings, by digest
@@ -113,13 +116,17 @@ class Features:
             return None
         if (encoder := self.encoder) is None:
             return FeatureLimits(self._width, MAX_SESSION_BYTES, max_images=self._max_images)
+        rows = encoder.num_rows
+        if encoder.any_size:
+            rows = max(1, min(rows, _ONE_MESSAGE // encoder.pixel_bytes(1)))
         return FeatureLimits(
             self._width,
             MAX_SESSION_BYTES,
             encoder.image_size,
-            encoder.num_rows,
+            rows,
             self._max_images,
             any_size=encoder.any_size,
+            rows_in_parts=encoder.num_rows,
         )
 
     # --- at the border ---
@@ -140,35 +147,63 @@ class Features:
     def put(self, client: int, feature: PutFeature) -> None:
         """Keep what a client has put. Above the limits, the oldest features of this or the largest client are dropped.
 
-        One with an oversized shape is dropped at once; a request that names it is told that it is missing.
+        One with an oversized shape is dropped at once; a request that names it is told that it is missing. So is one
+        whose parts do not follow each other.
         """
         if self._refusal or len(feature.shape) > _MAX_SHAPE:
             return
-        digest, kept = feature_digest(feature.kind, feature.shape, feature.data), self._judged(feature)
         with self._lock:
-            put = self._put.setdefault(client, OrderedDict())
-            if digest in put:
-                put.move_to_end(digest)
+            begun = self._take_begun(client, feature)
+            if begun is None and not feature.left:
+                digest = feature_digest(feature.kind, feature.shape, feature.data)
+                self._keep(client, digest, self._judged(feature) or feature)
                 return
-            put[digest] = kept
-            self._put_bytes[client] = self._put_bytes.get(client, 0) + _bytes_of(kept)
-            while self._put_bytes[client] > MAX_SESSION_BYTES or len(put) > MAX_FEATURES:
-                self._drop_oldest(client)
-            while sum(self._put_bytes.values()) > MAX_PUT_BYTES:
-                self._drop_oldest(max(self._put_bytes, key=lambda one: self._put_bytes[one]))
+            begun = begun or PartialFeature(feature, self._judged(feature))
+            begun.add(feature)
+            if not feature.left:
+                self._keep(client, *begun.finish())
+                return
+            self._begun[client] = begun
+            self._put_bytes[client] = self._put_bytes.get(client, 0) + begun.num_bytes
+            self._drop_to_limits(client)
 
-    def _judged(self, feature: PutFeature) -> PutFeature | str:
-        """Return the feature, or a text that says what is wrong with it."""
+    def _take_begun(self, client: int, feature: PutFeature) -> PartialFeature | None:
+        """Remove what the client has begun, and return it if this message continues it."""
+        begun = self._begun.pop(client, None)
+        if begun is None:
+            return None
+        self._put_bytes[client] -= begun.num_bytes
+        return begun if begun.continues(feature) else None
+
+    def _keep(self, client: int, digest: bytes, kept: PutFeature | str) -> None:
+        put = self._put.setdefault(client, OrderedDict())
+        if digest in put:
+            put.move_to_end(digest)
+            return
+        put[digest] = kept
+        self._put_bytes[client] = self._put_bytes.get(client, 0) + _bytes_of(kept)
+        self._drop_to_limits(client)
+
+    def _drop_to_limits(self, client: int) -> None:
+        while self._put_bytes[client] > MAX_SESSION_BYTES or len(self._put.get(client, ())) > MAX_FEATURES:
+            self._drop_oldest(client)
+        while sum(self._put_bytes.values()) > MAX_PUT_BYTES:
+            self._drop_oldest(max(self._put_bytes, key=lambda one: self._put_bytes[one]))
+
+    def _judged(self, feature: PutFeature) -> str | None:
+        """Return a text that says what is wrong with a feature, of which this is the first part or all."""
+        size = len(feature.data) + feature.left
         try:
-            self._num_rows(feature)
+            self._num_rows(feature.kind, feature.shape, size)
         except InvalidRequestError as error:
             return str(error)
-        return feature
+        return None if size <= MAX_SESSION_BYTES else f"a feature has at most {MAX_SESSION_BYTES} bytes; got {size}"
 
     def forget(self, client: int) -> None:
         """Drop what a client has put, because its session has ended."""
         with self._lock:
             self._put.pop(client, None)
+            self._begun.pop(client, None)
             self._put_bytes.pop(client, None)
 
     def admit(self, client: int, message: AddRequest) -> AddRequest:
@@ -224,15 +259,15 @@ class Features:
             )
         if isinstance(kept, str):
             raise InvalidRequestError(kept)
-        if (num_rows := self._num_rows(kept)) != use.num_rows:
+        if (num_rows := self._num_rows(kept.kind, kept.shape, len(kept.data))) != use.num_rows:
             raise InvalidRequestError(f"a feature has {num_rows} rows but replaces {use.num_rows} tokens")
 
-    def _num_rows(self, feature: PutFeature) -> int:
-        kind, shape = feature.kind, feature.shape
+    def _num_rows(self, kind: str, shape: list[int], size: int) -> int:
+        """Return the rows of a feature. size: its bytes. Errors: InvalidRequestError."""
         if kind not in ITEM_BYTES:
             raise InvalidRequestError(f"a feature's kind must be one of {', '.join(ITEM_BYTES)}; got {kind!r:.80}")
-        if min(shape, default=0) < 1 or len(shape) > _MAX_DIMENSIONS or num_bytes(kind, shape) != len(feature.data):
-            raise InvalidRequestError(f"a feature of shape {shape} of {kind} has {len(feature.data)} bytes")
+        if min(shape, default=0) < 1 or len(shape) > _MAX_DIMENSIONS or num_bytes(kind, shape) != size:
+            raise InvalidRequestError(f"a feature of shape {shape} of {kind} has {size} bytes")
         if kind == EMBEDS:
             if not self._takes_rows:
                 raise InvalidRequestError(
@@ -356,11 +391,15 @@ class Features:
             self._cached_bytes -= self._rows.pop(digest).nbytes
 
     def _drop_oldest(self, client: int) -> None:
-        put = self._put[client]
-        _, kept = put.popitem(last=False)
-        self._put_bytes[client] -= _bytes_of(kept)
-        if not put:
-            del self._put[client], self._put_bytes[client]
+        """Drop the client's oldest feature, or if it has none, the one that it has begun."""
+        if put := self._put.get(client):
+            self._put_bytes[client] -= _bytes_of(put.popitem(last=False)[1])
+            if not put:
+                del self._put[client]
+        else:
+            self._put_bytes[client] -= self._begun.pop(client).num_bytes
+        if client not in self._put and client not in self._begun:
+            del self._put_bytes[client]
 
 
 def _bytes_of(kept: PutFeature | str) -> int:
@@ -376,4 +415,6 @@ def encoder_ns(features: Features | None, num_tokens: int) -> int:
     begin = time.perf_counter_ns()
     encoder.encode(np.zeros((side * encoder.image_size, side * encoder.image_size, 3), np.uint8))
     taken = time.perf_counter_ns() - begin
-    return taken * _TRIAL_FACTOR * num_tokens // side**2 if encoder.any_size else taken * num_tokens // encoder.num_rows
+    if not encoder.any_size:
+        return taken * num_tokens // encoder.num_rows
+    return taken * (4 + num_tokens // _TRIAL_ROWS) * num_tokens // side**2

@@ -31,6 +31,7 @@ from kernels.memory.kv_cache import MixedKVCache
 from kernels.rotary import rotary_frequencies
 
 BLOCK_TOKENS = 16  # tokens per KV block; each window has its own blocks
+_STRIP_PIXELS = 1 << 20  # of an image, whose patches are embedded at once
 
 
 class Merger(NamedTuple):
@@ -193,7 +194,7 @@ class GridEncoder(GridImages):
             runs.append(runs_of(lengths * merge**2))
         patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
         places = places[patches]
-        given = to_floats(self._patches(rounded(self.cut(pixels)[patches], self._dtype)))
+        given = self._embedded(pixels)[patches] if parts.window else self._embedded(pixels)
         if self._patch_norm is not None:
             given = to_floats(self._patch_norm(given))
         if self._table is not None:
@@ -201,6 +202,16 @@ class GridEncoder(GridImages):
         rows = np.empty((len(order), self.width), np.float32)
         rows[order] = self._run(np.ascontiguousarray(given), places, runs)
         return rows if self._break is None else _with_breaks(rows, width // merge, self._break)
+
+    def _embedded(self, pixels: UInt8s) -> Floats:
+        """Return the embeddings [patches, hidden] of an image's patches.
+
+        They are computed strip by strip, because the numbers of all patches of a large image take a GB.
+        """
+        unit = self.parts.unit
+        height = max(1, _STRIP_PIXELS // (unit * pixels.shape[1])) * unit
+        strips = [pixels[top : top + height] for top in range(0, len(pixels), height)]
+        return np.concatenate([to_floats(self._patches(rounded(self.cut(strip), self._dtype))) for strip in strips])
 
     def _run(self, given: Floats, places: Ints, runs: Sequence[Runs]) -> Floats:
         """Return the rows [n, width] of patches [patches, hidden] at these places [patches, 2]."""

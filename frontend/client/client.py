@@ -39,6 +39,7 @@ from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Ints
 from ipc.wire.call import Call
+from ipc.wire.feature_messages import parts_of
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import (
     MAX_ABORTED,
@@ -235,7 +236,7 @@ class EngineClient(JournalReader, TypedCalls):
                 puts = [one.feature for one in features]
                 self._journal.add(request, streaming=streaming, now=self._clock(), puts=puts)
                 try:
-                    self._send(*map(encode, puts), frame)
+                    self._send(*(encode(part) for put in puts for part in parts_of(put)), frame)
                 except BaseException:
                     self._journal.remove(number)
                     raise

@@ -19,7 +19,7 @@ from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.tables.arrays import AnyInts, Bools, Doubles, Floats, Int32s, Ints, UInt8s
 from ipc.tables.columns import Columns, column
 from ipc.tables.paged_rows import PagedRows
-from ipc.wire.feature_messages import PutFeature
+from ipc.wire.feature_messages import PutFeature, parts_of
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, Submission
 from ipc.wire.pin_messages import PinAnswer, granted
 from ipc.wire.pooling_messages import Pooled
@@ -150,7 +150,10 @@ class Journal(Columns):
             pins = granted(again.pins) if rows[0] in self._pins else again.pins
             again = msgspec.structs.replace(again, delivered=tokens, pins=pins)
         aborted = np.flatnonzero(self._aborted[rows])
-        first: list[PutFeature | Submission | Abort] = [*self._puts.get(rows[0], ()), again]
+        first: list[PutFeature | Submission | Abort] = [
+            part for put in self._puts.get(rows[0], ()) for part in parts_of(put)
+        ]
+        first.append(again)
         if not len(aborted):
             return first
         return [*first, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]

@@ -71,6 +71,6 @@ def any_size_images(
             f"{PROCESSOR_FILE}: size must have the fewest and the most pixels of an image as shortest_edge and "
             f"longest_edge, got {least!r:.80} and {most!r:.80}"
         )
-    most = min(most, limits.image_rows * unit**2)
+    most = min(most, limits.most_rows * unit**2)
     mark_id = find_token(token_id, _MARK)
     return AnySizeImages(unit=unit, least=min(least, most), most=most, mark_id=mark_id)

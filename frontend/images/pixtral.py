@@ -52,6 +52,6 @@ def pixtral_images(
         raise ModelFileError(
             f"{PROCESSOR_FILE}: size must have the longest side of an image as longest_edge, got {size!r:.80}"
         )
-    side = (math.isqrt(4 * limits.image_rows + 5) - 1) // 2  # the largest with side * (side + 1) - 1 rows at most
+    side = (math.isqrt(4 * limits.most_rows + 5) - 1) // 2  # the largest with side * (side + 1) - 1 rows at most
     longest = min(longest, max(1, side) * unit)
     return PixtralImages(unit=unit, longest=longest, mark_id=find_token(token_id, _MARK, _BREAK, _END))

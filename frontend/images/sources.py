@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.wire.feature_messages import MAX_IMAGE_PIXELS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 #: Largest image, in pixels and as a file in bytes; and its longer side, on which resizing's memory depends. A pixel
 #: takes 8 bytes while an image is converted: 4 as it was decoded and 4 in RGB.
-MAX_PIXELS, MAX_FILE_BYTES, MAX_SIDE = 32 << 20, 32 << 20, 1 << 15
+MAX_PIXELS, MAX_FILE_BYTES, MAX_SIDE = MAX_IMAGE_PIXELS, 32 << 20, 1 << 15
 _MEMORY = {"WEBP": 2}  # format -> memory of a pixel while it is decoded, relative to other formats
 MAX_PROMPT_PIXELS = 8 * MAX_PIXELS  # of all images of a prompt
 LARGE_PIXELS = 4 << 20  # images with more are read one at a time: turn_of()

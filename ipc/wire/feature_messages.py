@@ -1,7 +1,7 @@
 """Messages on features: rows of numbers that replace tokens of a prompt, given directly or made from pixels."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Annotated
 
@@ -15,6 +15,10 @@ PIXELS = "pixels"
 #: Bytes of one number of each kind.
 ITEM_BYTES = {EMBEDS: 4, PIXELS: 1}
 DIGEST_BYTES = 32
+#: Most pixels of an image.
+MAX_IMAGE_PIXELS = 32 << 20
+#: Bytes of a feature that one message carries; larger features are put in several.
+PART_BYTES = 4 << 20
 #: Most features of one request.
 MAX_FEATURES = 4096
 _Shape = Annotated[list[int], msgspec.Meta(max_length=8)]  # at most 3 are valid
@@ -30,6 +34,8 @@ class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
     kind: str  # EMBEDS or PIXELS
     shape: _Shape
     data: bytes
+    #: Bytes of the feature that the next PutFeatures of this session carry. They have its kind and shape too.
+    left: Annotated[int, msgspec.Meta(ge=0, le=2**40)] = 0
 
 
 class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
@@ -61,14 +67,38 @@ class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):
     image_rows: int = 0  # rows that an image becomes; the most if images may have any size
     max_images: int | None = None  # of one prompt; clients obey it. None = no limit
     any_size: bool = False  # see image_size: each square of this size becomes one row
+    #: The most rows of an image that is put in several messages; image_rows is what one message carries. 0 = as those.
+    rows_in_parts: int = 0
+
+    @property
+    def most_rows(self) -> int:
+        """Return the most rows that an image may become."""
+        return max(self.image_rows, self.rows_in_parts)
 
 
 def feature_digest(kind: str, shape: Sequence[int], data: bytes) -> bytes:
     """Return the identity of a feature: a digest of its kind, shape and numbers."""
-    digest = blake2b(digest_size=DIGEST_BYTES, person=b"engine feature")
-    digest.update(f"{kind}:{'x'.join(map(str, shape))}:".encode())
+    digest = begin_digest(kind, shape)
     digest.update(data)
     return digest.digest()
+
+
+def begin_digest(kind: str, shape: Sequence[int]) -> blake2b:
+    """Return the digest of a feature whose numbers are not known yet."""
+    digest = blake2b(digest_size=DIGEST_BYTES, person=b"engine feature")
+    digest.update(f"{kind}:{'x'.join(map(str, shape))}:".encode())
+    return digest
+
+
+def parts_of(feature: PutFeature) -> Iterator[PutFeature]:
+    """Yield the messages that put a feature: one, or several of PART_BYTES each if it has more."""
+    size = len(feature.data)
+    if size <= PART_BYTES:
+        yield feature
+        return
+    for begin in range(0, size, PART_BYTES):
+        data = feature.data[begin : begin + PART_BYTES]
+        yield PutFeature(feature.kind, feature.shape, data, size - begin - len(data))
 
 
 def num_bytes(kind: str, shape: Sequence[int]) -> int:

@@ -1,9 +1,11 @@
 """Images of any size from LLM on: chats, HTTP, the prefix cache, captures, and what is refused by name."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from frontend.images.any_size import any_size_images
@@ -11,7 +13,7 @@ from frontend.llm import LLM
 from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.feature_messages import FeatureLimits
-from tests.core.models.grid_checkpoints import greedy, write_checkpoint
+from tests.core.models.grid_checkpoints import LARGE, LARGE_SIZE, greedy, tiny_tokenizer, write_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
 
 pytest.importorskip("PIL.Image")
@@ -45,6 +47,27 @@ def test_one_to_four_images_of_odd_sizes(llm: LLM) -> None:
     assert again.num_cached_tokens >= len(outputs[2].prompt_token_ids) // 16 * 16 - 16
     assert llm.statistics().num_encoder_inputs == before
     assert list(again.outputs[0].token_ids) == greedy(FAMILY, again.prompt_token_ids, IMAGES[:3], 8)
+
+
+def test_an_image_that_takes_several_messages(tmp_path: Path) -> None:
+    """6.3 megapixels: 18.9 MB of pixels, while one message has at most 8 MiB."""
+    folder, image = write_checkpoint(LARGE, tmp_path), np.tile(noise(64, 96, 5), (32, 32, 1))
+    with LLM(str(folder), dtype="float32", max_model_len=700) as llm:
+        output, other = llm.generate([asked(image), asked(image, text="Why?")], GREEDY, use_tqdm=False)
+        assert llm.statistics().num_encoder_inputs == 1
+    mark = tiny_tokenizer().token_to_id("<|image_pad|>")
+    assert output.prompt_token_ids.count(mark) == 2048 * 3072 // 128**2
+    for one in (output, other):
+        assert list(one.outputs[0].token_ids) == greedy(LARGE, one.prompt_token_ids, [image], 8)
+
+
+def test_sizes_up_to_the_processors_most_pixels() -> None:
+    limits = FeatureLimits(48, 1 << 20, 32, 2730, any_size=True, rows_in_parts=16_384)
+    rules = any_size_images({"size": LARGE_SIZE, "patch_size": 16}, limits, lambda token: 5)
+    assert rules.size_of(3024, 4032) == (3008, 4032)
+    older = FeatureLimits(48, 1 << 20, 32, 2730, any_size=True)  # of an engine that takes no parts
+    alone = any_size_images({"size": LARGE_SIZE, "patch_size": 16}, older, lambda token: 5)
+    assert math.prod(alone.size_of(3024, 4032)) <= 2730 * 32**2
 
 
 def test_a_chat_with_choices_and_a_result_of_a_tool(llm: LLM) -> None:

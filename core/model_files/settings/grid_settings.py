@@ -3,13 +3,12 @@
 import math
 from typing import Any, get_args
 
-from core.model_files.settings.values import Values
+from core.model_files.settings.values import Values, encoder_heads
 from core.models.architectures.grid_architectures import GRID_ARCHITECTURES, GridArchitecture
 from core.models.config import ModelConfig
 from core.models.grid_parts import GridActivation, GridParts
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
+from ipc.wire.feature_messages import MAX_IMAGE_PIXELS
 
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each image in one message
 #: The defaults of transformers' processor, which are CLIP's.
 _MEAN, _STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
@@ -39,13 +38,11 @@ def read_grid(vision: Values, processor: Values, row: GridArchitecture, text: Mo
         vision.refuse("in_channels", "3 is")
     if vision.get("in_chans") not in (None, 3):
         vision.refuse("in_chans", "3 is")
-    width, heads = vision.integer(row.width), vision.integer("num_heads")
-    if width % heads or width // heads % 4:
-        vision.fail(row.width, f"must be a multiple of 4 * num_heads={4 * heads}, got {width}")
+    width, heads = vision.integer(row.width), encoder_heads(vision, row.width, "num_heads", multiple=4)
     if (out := vision.integer(row.out_width)) != text.hidden_size:
         vision.fail(row.out_width, f"must be the text model's hidden_size={text.hidden_size}, got {out}")
     layers, patch, merge = (vision.integer(name) for name in ("depth", "patch_size", "spatial_merge_size"))
-    if 3 * (unit := patch * merge) ** 2 > _MAX_IMAGE_BYTES:
+    if (unit := patch * merge) ** 2 > MAX_IMAGE_PIXELS:
         vision.fail("patch_size", f"{patch} times spatial_merge_size={merge} is too large")
     inner = "intermediate_size"
     return GridParts(
@@ -90,8 +87,8 @@ def rope_axes(rope: dict[str, Any], row: GridArchitecture, text: ModelConfig, va
 
 
 def max_rows(max_pixels: int, unit: int) -> int:
-    """Return the most rows of an image: of max_pixels, or of what a client can send. unit: side of a row's pixels."""
-    return min(max_pixels, _MAX_IMAGE_BYTES // 3) // unit**2 or 1
+    """Return the most rows of an image of max_pixels, or of the largest accepted. unit: side of a row's pixels."""
+    return min(max_pixels, MAX_IMAGE_PIXELS) // unit**2 or 1
 
 
 def _max_pixels(processor: Values) -> int:

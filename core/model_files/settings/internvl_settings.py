@@ -3,12 +3,10 @@
 import math
 from typing import Any
 
-from core.model_files.settings.values import Values
+from core.model_files.settings.values import Values, encoder_heads
 from core.models.architectures.vision_architectures import VisionArchitecture
 from core.models.vision_parts import VisionParts
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
 
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each square in one message
 #: From transformers' config class, for settings that vision_config may lack.
 _DEFAULTS: dict[str, Any] = {
     "hidden_size": 1024,
@@ -46,15 +44,11 @@ def read_internvl(values: Values, processor: Values, row: VisionArchitecture) ->
     sizes: dict[str, Any] = {
         name: vision.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     }
-    heads = vision.integer("num_attention_heads")
-    if sizes["hidden_size"] % heads:
-        vision.fail("hidden_size", f"must be a multiple of num_attention_heads={heads}, got {sizes['hidden_size']}")
+    heads = encoder_heads(vision)
     image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     factor = 1 / values.number("downsample_ratio", 1e-2, 1.0, 0.5)
     if not math.isclose(factor, round(factor)) or image % (patch * round(factor)):
         values.fail("downsample_ratio", f"must divide the {image // patch} patches of a side, got 1 / {factor:g}")
-    if 3 * image**2 > _MAX_IMAGE_BYTES:
-        vision.fail("image_size", f"images of {image} x {image} pixels do not fit in a message")
     return VisionParts(
         **sizes,
         num_attention_heads=heads,

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from core.model_files.settings.values import Values
+from core.model_files.settings.values import Values, encoder_heads
 from core.models.config import ModelConfig
 from core.models.grid_parts import GridParts
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
+from ipc.wire.feature_messages import MAX_IMAGE_PIXELS
 
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each image in one message
 #: The defaults of transformers' processor.
 _MEAN, _STD, _LONGEST = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711), 1024
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "silu")
@@ -34,9 +33,7 @@ def read_pixtral(
         vision.refuse("hidden_act", f"{', '.join(map(repr, _ACTIVATIONS))} are")
     if vision.get("num_channels") not in (None, 3):
         vision.refuse("num_channels", "3 is")
-    width, heads = vision.integer("hidden_size"), vision.integer("num_attention_heads")
-    if width % heads or width // heads % 4:
-        vision.fail("hidden_size", f"must be a multiple of 4 * num_attention_heads={4 * heads}, got {width}")
+    width, heads = vision.integer("hidden_size"), encoder_heads(vision, multiple=4)
     if vision.get("head_dim") not in (None, width // heads):
         vision.refuse("head_dim", f"hidden_size / num_attention_heads = {width // heads} is")
     patch, merge = vision.integer("patch_size"), 1 if plain_merger else values.integer("spatial_merge_size", 2)
@@ -78,11 +75,11 @@ def pixtral_parts(**sizes: Any) -> GridParts:
 
 
 def most_rows(longest: int, unit: int) -> int:
-    """Return the rows of the largest image whose sides have at most `longest` pixels, and that a client can send.
+    """Return the rows of the largest image whose sides have at most `longest` pixels, and that is accepted.
 
     unit: side of the pixels that become a row.
     """
-    side = max(1, min(-(-longest // unit), int((_MAX_IMAGE_BYTES / 3) ** 0.5) // unit))
+    side = max(1, min(-(-longest // unit), int(MAX_IMAGE_PIXELS**0.5) // unit))
     return side * (side + 1) - 1 or 1
 
 

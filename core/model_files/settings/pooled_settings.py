@@ -5,11 +5,10 @@ from typing import Any
 from core.model_files.settings.values import Values
 from core.models.config import ModelConfig
 from core.models.grid_parts import GridParts, PooledParts
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
+from ipc.wire.feature_messages import MAX_IMAGE_PIXELS
 
 #: Rows of an image in transformers' processor, which takes no other numbers.
 NUM_ROWS = (70, 140, 280, 560, 1120)
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each image in one message
 _HALF = (0.5, 0.5, 0.5)
 
 
@@ -65,8 +64,8 @@ def check_pooled(parts: GridParts, values: Values, text: ModelConfig) -> None:
         values.fail("head_dim", f"must be a multiple of 4, got {pooled.head_dim}")
     if parts.num_attention_heads % pooled.num_key_value_heads:
         values.fail("num_attention_heads", f"must be a multiple of the KV heads, {pooled.num_key_value_heads}")
-    if 3 * parts.max_rows * parts.unit**2 > _MAX_IMAGE_BYTES:
-        values.fail("patch_size", f"{parts.patch_size} with {parts.merge_size} patches a row is too large to be sent")
+    if parts.max_rows * parts.unit**2 > MAX_IMAGE_PIXELS:
+        values.fail("patch_size", f"{parts.patch_size} with {parts.merge_size} patches a row is too large")
     if side > pooled.positions_per_axis:
         values.fail("position_embedding_size", f"must be at least {side}, the most patches in a row of an image")
     if parts.sees_whole and text.sliding_window is not None and parts.max_rows > text.sliding_window:

@@ -198,6 +198,20 @@ class Values:
         return tuple(ids)
 
 
+def encoder_heads(
+    values: Values, width: str = "hidden_size", heads: str = "num_attention_heads", *, multiple: int = 1
+) -> int:
+    """Return the number of an encoder's heads, which share its width. multiple: of a head's numbers.
+
+    Errors: ModelFileError.
+    """
+    count, size = values.integer(heads), values.integer(width)
+    if size % (multiple * count):
+        times = "" if multiple == 1 else f"{multiple} * "
+        values.fail(width, f"must be a multiple of {times}{values.key(heads)}={multiple * count}, got {size}")
+    return count
+
+
 def model_sizes(values: Values) -> dict[str, Any]:
     """Return the sizes that both file formats state, by ModelConfig's names, checked against each other.
 

@@ -4,12 +4,10 @@ import math
 from typing import Any, get_args
 
 from core.model_files.settings.text_part import SHARED, text_part
-from core.model_files.settings.values import GREY, Values
+from core.model_files.settings.values import GREY, Values, encoder_heads
 from core.models.architectures.vision_architectures import VISION_ARCHITECTURES, VisionArchitecture
 from core.models.vision_parts import VisionActivation, VisionParts
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
 
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each image in one message
 #: Defaults from transformers' config classes for settings that vision_config and text_config may lack, by the join and
 #: by model_type.
 _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -77,15 +75,11 @@ def read_vision(values: Values, processor: Values, row: VisionArchitecture) -> V
     sizes: dict[str, Any] = {
         name: vision.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     }
-    heads = vision.integer("num_attention_heads")
+    heads = encoder_heads(vision)
     image, patch = vision.integer("image_size"), vision.integer("patch_size")
     factor = _factor(values, image // patch) if row.join == "mean and norm" else values.integer("scale_factor", 2)
-    if sizes["hidden_size"] % heads:
-        vision.fail("hidden_size", f"must be a multiple of num_attention_heads={heads}, got {sizes['hidden_size']}")
     if image % patch or (image // patch) % factor:
         vision.fail("image_size", f"must be a multiple of patch_size * scale_factor = {patch * factor}, got {image}")
-    if 3 * image**2 > _MAX_IMAGE_BYTES:
-        vision.fail("image_size", f"images of {image} x {image} pixels do not fit in a message")
     return VisionParts(
         **sizes,
         num_attention_heads=heads,

@@ -12,7 +12,8 @@ from core.features.store import Features
 from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats, UInt8s
-from ipc.wire.feature_messages import FeatureUse, PutFeature, feature_digest
+from ipc.wire import feature_messages
+from ipc.wire.feature_messages import FeatureUse, PutFeature, feature_digest, parts_of
 from ipc.wire.messages import AddRequest
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 from tests.placed_images import SquareEncoder, placed_image
@@ -104,6 +105,65 @@ def test_an_image_is_encoded_when_a_plan_says_so_and_kept_until_one_drops_it() -
     with pytest.raises(AssertionError, match="is gone"):
         features.encode(digest)
     assert encoder.seen == [7] * 5
+
+
+def parts(placed: PlacedFeature, monkeypatch: pytest.MonkeyPatch, size: int = 50) -> list[PutFeature]:
+    monkeypatch.setattr(feature_messages, "PART_BYTES", size)
+    return list(parts_of(placed.feature))
+
+
+def test_a_feature_in_parts_is_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, given = Features(WIDTH, Encoder()), parts(image(7), monkeypatch)
+    assert [(len(part.data), part.left) for part in given] == [(50, 58), (50, 8), (8, 0)]
+    for part in given[:-1]:
+        features.put(1, part)
+        with pytest.raises(InvalidRequestError, match="is missing"):
+            features.admit(1, asks(image(7)))
+    features.put(1, given[-1])
+    message = features.admit(1, asks(image(7)))
+    assert (features.find(message.features[0].digest) == 7).all()
+    assert features._put_bytes == {1: 3 * SIDE**2}
+    assert not features._begun
+
+
+def test_parts_that_do_not_follow_each_other_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = parts(image(7), monkeypatch)
+    for order in ([first, third], [first, first, second], [second, third], [first, image(5).feature, second, third]):
+        features = Features(WIDTH, Encoder())
+        for part in order:
+            features.put(1, part)
+        with pytest.raises(InvalidRequestError, match="is missing"):
+            features.admit(1, asks(image(7)))
+        features.forget(1)
+        assert not features._put_bytes
+        assert not features._begun
+
+
+def test_a_feature_that_is_refused_is_not_kept_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = placed_image(np.zeros((SIDE, 5 * SIDE, 3), np.uint8), 0, ROWS)
+    features = Features(WIDTH, Encoder())
+    for part in parts(large, monkeypatch):
+        features.put(1, part)
+        assert features._put_bytes[1] < 200
+    with pytest.raises(InvalidRequestError, match=r"must have the shape \[6, 6, 3\]"):
+        features.admit(1, asks(large))
+    features.put(1, PutFeature("embeds", [1 << 40, WIDTH], b"1234", 16 * (1 << 40) - 4))
+    assert features._begun[1].refusal is not None
+    assert features._begun[1].num_bytes == 0
+
+
+def test_what_is_begun_counts_and_is_dropped_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = parts(image(7), monkeypatch)
+    monkeypatch.setattr(store, "MAX_SESSION_BYTES", 200)
+    features = Features(WIDTH, Encoder())
+    for feature in (image(1).feature, first, second):
+        features.put(1, feature)
+    assert features._put_bytes == {1: 100}  # the first image gave way
+    monkeypatch.setattr(store, "MAX_PUT_BYTES", 180)
+    features.put(2, image(2).feature)
+    assert features._put_bytes == {1: 100} or features._put_bytes == {2: 108}
+    features.put(1, third)
+    assert set(features._put_bytes.values()) <= {108, 8}
 
 
 def test_another_client_has_not_what_this_one_has_put() -> None:

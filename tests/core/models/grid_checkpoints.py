@@ -61,6 +61,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**_VISION, "num_position_embeddings": 16},
     ),
 }
+#: An encoder of large patches, for large images; not in FAMILIES, whose images are small.
+LARGE = "qwen3-vl-large"
+_LARGE = {
+    LARGE: (*FAMILIES["qwen3-vl"][:2], {**FAMILIES["qwen3-vl"][2], "patch_size": 64}),
+}
+LARGE_SIZE = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
 UNIT = 8  # pixels of a row
 SIZE = {"shortest_edge": 4 * UNIT**2, "longest_edge": 60 * UNIT**2}
 
@@ -80,7 +86,7 @@ def tiny_model(family: str) -> Any:
     """A model in float32 with random weights, the same each time."""
     import transformers
 
-    stem, text, vision = FAMILIES[family]
+    stem, text, vision = (FAMILIES | _LARGE)[family]
     ids = {f"{name}_token_id": tiny_tokenizer().token_to_id(f"<|{name}_pad|>") for name in ("image", "video")}
     ids |= {f"vision_{name}_token_id": tiny_tokenizer().token_to_id(f"<|vision_{name}|>") for name in ("start", "end")}
     sizes = {**_TEXT, "vocab_size": tiny_tokenizer().get_vocab_size(), **text}
@@ -96,10 +102,12 @@ def tiny_model(family: str) -> Any:
     return model
 
 
-def processor() -> Any:
+def processor(family: str = "") -> Any:
     """transformers' image processor, with its Pillow backend."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    if family == LARGE:
+        return Qwen2VLImageProcessorPil(size=LARGE_SIZE, patch_size=64, merge_size=2)
     return Qwen2VLImageProcessorPil(size=SIZE, patch_size=4, merge_size=2)
 
 
@@ -108,17 +116,17 @@ def write_checkpoint(family: str, folder: Path) -> Path:
     tiny_model(family).save_pretrained(folder)
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    processor().save_pretrained(folder)
+    processor(family).save_pretrained(folder)
     return folder
 
 
-def inputs_of(ids: list[int], images: list[npt.NDArray[np.uint8]]) -> dict[str, Any]:
+def inputs_of(ids: list[int], images: list[npt.NDArray[np.uint8]], family: str = "") -> dict[str, Any]:
     """What transformers' model reads of a prompt with these token ids and images."""
     tokens = torch.tensor([ids])
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     inputs["mm_token_type_ids"] = (tokens == tiny_tokenizer().token_to_id("<|image_pad|>")).int()
     if images:
-        made = processor()(images=images, return_tensors="pt")
+        made = processor(family)(images=images, return_tensors="pt")
         inputs |= {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
     return inputs
 
@@ -126,7 +134,7 @@ def inputs_of(ids: list[int], images: list[npt.NDArray[np.uint8]]) -> dict[str, 
 def greedy(family: str, ids: list[int], images: list[npt.NDArray[np.uint8]], count: int) -> list[int]:
     """transformers' greedy continuation."""
     with torch.no_grad():
-        got = tiny_model(family).generate(**inputs_of(ids, images), max_new_tokens=count, do_sample=False)
+        got = tiny_model(family).generate(**inputs_of(ids, images, family), max_new_tokens=count, do_sample=False)
     return [int(token) for token in got[0, len(ids) :]]
 
 

@@ -252,7 +252,12 @@ WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
     (["vision_config", "out_hidden_size"], 7, ModelFileError, "must be the text model's hidden_size=48, got 7"),
     (["vision_config", "deepstack_visual_indexes"], [3], ModelFileError, "indices of the 3 layers, ascending"),
     (["vision_config", "num_position_embeddings"], 24, ModelFileError, "must be a square number, got 24"),
-    (["vision_config", "patch_size"], 1000, ModelFileError, "is too large"),
+    (
+        ["vision_config"],
+        {"patch_size": 1000, "spatial_merge_size": 64, "out_hidden_size": 48},
+        ModelFileError,
+        "is too large",
+    ),
     (["text_config", "rope_parameters", "mrope_section"], [4, 4, 4], ModelFileError, "with the sum 8, got"),
 ]
 
