@@ -168,6 +168,10 @@ class KeptStates:
         self.content[slot] = UNNAMED
         return slot
 
+    def lose(self) -> None:
+        """Let no store read a state that is there now: the memory is lost. Its content is not found again."""
+        self.times_given += 1
+
     # --- pins -----------------------------------------------------------------------------------------------------
 
     def last_ends(self, contents: Ints, most: int) -> list[int]:

@@ -180,6 +180,9 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
         evictions,
         served=served,
         beside=beside,
+        on_host=lambda slot, content, is_beside: bool(
+            (host.beside[0].content if is_beside else host.names.content)[slot - host.first] == content
+        ),
     )
 
 

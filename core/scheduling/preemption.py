@@ -74,6 +74,8 @@ class Preemption:
         self._batch.forks.drop()
         self._batch.carried.forget_copies()
         self._batch.pool.forget()
+        if (kept := self._batch.kept_states) is not None:
+            kept.lose()
 
     def undo_recompute_count(self, row: int) -> None:
         """Uncount tokens that were counted as recomputed when the row started but that it has not reached."""

@@ -12,7 +12,8 @@ after a named block is such a block too. So a connector handles them like any ot
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
 
 from core.batch.kept_states import KeptStates
 from core.execution.shared_blocks import BlockMemory, ReadableBlocks, SharedBlocks
@@ -118,6 +119,10 @@ class BesideContents:
         return blocks.cache, blocks.host
 
 
+#: Whether the first slot of a block on the host, numbered as in plans, still has this content; see Store.
+OnHost: TypeAlias = Callable[[int, int, bool], bool]
+
+
 class Shelves(NamedTuple):
     """Where blocks are in memory."""
 
@@ -145,7 +150,8 @@ class BlockStore:
 
     tiers: the connectors, in the order in which they are asked. served: None = no peers get blocks. contents, evictions
     [blocks of the KV cache]: the scheduler's columns, which change concurrently; see Leave. beside: for layers with a
-    window, or recurrent ones; None = all layers share their blocks.
+    window, or recurrent ones; None = all layers share their blocks. on_host: False once the host pool has been emptied
+    or lost, perhaps while one of its blocks is written; blocks are not stored then.
     """
 
     def __init__(
@@ -158,7 +164,9 @@ class BlockStore:
         *,
         served: BlocksServed | None = None,
         beside: BesideBlocks | None = None,
+        on_host: OnHost = lambda slot, content, is_beside: True,
     ) -> None:
+        self._on_host = on_host
         self._beside = beside
         self._names, self._host, self._cache = names, blocks.host, blocks.cache
         self._settle_blocks = blocks.settle
@@ -360,7 +368,10 @@ class BlockStore:
                 continue
             if order.is_beside:
                 name = self._names.beside(name)
-            stored += self._write(name, self._host.views(*slots)) or 0
+            is_there = partial(self._on_host, slots[0], content, order.is_beside)
+            if not is_there():
+                continue
+            stored += self._write(name, self._host.views(*slots), is_there) or 0
             if self._served is not None:
                 self._served.shelves(is_beside=order.is_beside).host.put(name, slots[0], content, more=slots[1:])
         return stored

@@ -26,6 +26,7 @@ import msgspec
 from core import log
 from core.execution.encoding import decode_plan, encode_output
 from core.execution.executor import Executor
+from core.execution.shared_blocks import BlockMemory, shared_blocks_of
 from core.executors.by_name import load_executor
 from core.model_files.progress import following
 from core.workers.messages import (
@@ -45,6 +46,8 @@ from core.workers.messages import (
     Question,
     Result,
     Run,
+    ShareBlocks,
+    SharedPlaces,
     WarmUp,
     decode_question,
     encode_message,
@@ -54,6 +57,7 @@ from ipc.errors import EngineCoreError, OutOfMemoryError
 from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
+from kernels.memory.shared_file import SharedFile
 
 # Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory will hold the rank's weights.
 
@@ -163,6 +167,7 @@ class Worker:
         #: Gives the executor sampled tokens of steps. An executor that runs whole steps knows them already.
         self._learn: Callable[[list[tuple[bytes, bytes | None]]], None] = lambda sampled: None
         self._executor: Executor | None = None
+        self._file: SharedFile | None = None  # for the blocks, if the engine has a store of them
         self._has_cache = False
 
     def serve(self) -> NoReturn:
@@ -183,15 +188,19 @@ class Worker:
                 if sampled:
                     self._learn(sampled)
                 output = self._ready.execute(decode_plan(plan)).result()
+                if self._file is not None:
+                    self._file.count()
                 return Result(encode_output(output)) if self._place.answers else None
             case Load(config, place, wires):
                 self._place = place
+                self._file = None if wires.blocks < 0 else SharedFile(wires.blocks)
                 log.use_format(config.log_format)
                 with following(lambda share: self._channel.send(encode_message(Progress(share)))):
                     self._executor = self._load(config, wires)
                 return Loaded(self._executor.info)
             case Allocate(config):
-                self._ready.initialize_cache(config)
+                with contextlib.nullcontext() if self._file is None else self._file.arrays():
+                    self._ready.initialize_cache(config)
                 self._has_cache = True
                 return Loaded(self._ready.info)
             case CountBlocks(memory_bytes, block_size):
@@ -202,10 +211,22 @@ class Worker:
                 return Measured(self._ready.measure_costs())
             case MeasureSteps():
                 return MeasuredSteps(self._ready.measure_steps())
+            case ShareBlocks():
+                return self._places()
             case WarmUp():
                 return Number(self._ready.warm_up())
             case _:
                 assert_never(question)
+
+    def _places(self) -> SharedPlaces:
+        blocks, file = shared_blocks_of(self._ready), self._file
+        if blocks is None or file is None:
+            return SharedPlaces([], [], [], "")
+        found = [
+            [tuple(file.place_of(array)) for array in memory.arrays] if isinstance(memory, BlockMemory) else []
+            for memory in (blocks.cache, blocks.host, blocks.states)
+        ]
+        return SharedPlaces(*found, blocks.layout)
 
     def _load(self, config: EngineConfig, wires: Wires) -> Executor:
         if self._place.count == 1 or config.executor != "local":

@@ -11,6 +11,7 @@ from typing import TypeVar
 from core.execution.encoding import decode_output
 from core.execution.executor import ModelInfo
 from core.execution.plan import ModelRunnerOutput
+from core.execution.shared_blocks import SharedBlocks
 from core.model_files import progress
 from core.workers.messages import (
     Allocate,
@@ -22,12 +23,15 @@ from core.workers.messages import (
     Question,
     Result,
     Run,
+    ShareBlocks,
+    SharedPlaces,
     WarmUp,
     decode_answer,
     encode_message,
 )
 from core.workers.nodes import Nodes
 from core.workers.processes import ChildProcess, WorkerProcess
+from core.workers.shared_parts import PartFiles
 from core.workers.wires import Place, above, make_wires
 from ipc import errors
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
@@ -63,6 +67,9 @@ class Crew:
         self.failure: Failed | None = None  # the first one reported by a worker
         self.running: deque[tuple[float, int]] = deque()  # (start in monotonic seconds, number of tokens) of steps
         self.num_taken = 0  # number of steps whose results were taken
+        self._num_sent = 0  # number of plans
+        self._files: PartFiles | None = None  # if the engine has a store of blocks
+        self.blocks: SharedBlocks | None = None  # the workers', for that store, once they are allocated
         self.is_mourned = threading.Event()  # set when the core has been told about their end
         self.is_final = False  # and whether they are not restarted
         try:
@@ -74,6 +81,8 @@ class Crew:
     def _start(self, config: EngineConfig, nodes: Nodes | None) -> None:
         wiring = make_wires(self._places)
         try:
+            if config.kv_stores:
+                self._files = PartFiles(list(wiring.wires.values()))
             for place in self._places[: len(wiring.wires)]:  # those on this machine
                 child = ChildProcess(config, place, wiring.wires.pop(place.number))
                 self._processes.append(child)
@@ -115,7 +124,15 @@ class Crew:
 
     def allocate(self, config: ResolvedConfig) -> ModelInfo:
         """Allocate the KV caches for a resolved config. Errors: as for load()."""
-        return self.ask(Allocate(config), Loaded)[self._answering].info
+        info = self.ask(Allocate(config), Loaded)[self._answering].info
+        if self._files is not None and (places := self.ask(ShareBlocks(), SharedPlaces))[0].host:
+            self.blocks = self._files.join(places)
+        return info
+
+    def settle(self) -> None:
+        """Wait until each worker has run all plans that were sent, or until they are lost. For any thread."""
+        if self._files is not None:
+            self._files.wait(self._num_sent, lambda: self.is_mourned.is_set() or not self._processes)
 
     def warm_up(self) -> int:
         """Run a first step. Return its duration in ns: the sum over stages of their slowest ranks; 0: unknown.
@@ -169,6 +186,7 @@ class Crew:
         message = encode_message(Run(plan))
         earlier = encode_message(Run(plan, self._sampled)) if self._sampled else message
         self._sampled = []
+        self._num_sent += 1
         for place, channel in zip(self._places, self._channels, strict=True):
             with contextlib.suppress(ChannelEndedError):
                 channel.send(message if place.is_last_stage else earlier)
@@ -250,3 +268,5 @@ class Crew:
         for process in self._processes:
             process.close()
         self._processes = []
+        if self._files is not None:
+            self._files.close()

@@ -16,6 +16,7 @@ import numpy as np
 from core import log
 from core.execution.executor import Costs, ExecutorEndedError, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.shared_blocks import SharedBlocks
 from core.grammars.grammars import model_grammars
 from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
 from core.workers.crew import Crew
@@ -29,6 +30,7 @@ from core.workers.messages import (
     Number,
 )
 from core.workers.nodes import Nodes
+from core.workers.shared_parts import replace_parts
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
@@ -59,6 +61,7 @@ class WorkersExecutor:
         self._places = places_of(size, stages, config.nnodes, first_machine(config))
         self._nodes = Nodes(config) if num_machines(config) > 1 else None
         self._resolved: ResolvedConfig | None = None
+        self.shared_blocks: SharedBlocks | None = None  # for a store of blocks
         self._tell: Callable[[ExecutorNews], None] | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
@@ -109,6 +112,8 @@ class WorkersExecutor:
         """Allocate the KV cache of the resolved config in each worker. Errors: OutOfMemoryError."""
         self._resolved = in_one_process(config)
         self.info = self._serving.allocate(self._resolved)
+        if (blocks := self._serving.blocks) is not None:
+            self.shared_blocks = blocks._replace(settle=lambda: self._serving.settle())
 
     def measure_costs(self) -> Costs:
         """Return the largest costs of any worker."""
@@ -166,6 +171,8 @@ class WorkersExecutor:
     def go_on(self) -> None:
         """Send the next plans to the workers started last; see MortalExecutor."""
         before, self._serving = self._serving, self._restored.popleft()
+        if self.shared_blocks is not None and (blocks := self._serving.blocks) is not None:
+            replace_parts(self.shared_blocks, blocks)
         before.end()
 
     @property

@@ -63,6 +63,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     sampled: list[tuple[bytes, bytes | None]] = []
 
 
+class ShareBlocks(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Ask where the blocks are in the worker's file, which Load named. After Allocate. Answer: SharedPlaces."""
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """The facts about the model."""
 
@@ -106,8 +110,19 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=17):
     text: str
 
 
-Question: TypeAlias = Load | CountBlocks | FindMemory | Allocate | MeasureCosts | MeasureSteps | WarmUp | Run
-Answer: TypeAlias = Loaded | Progress | Number | Measured | MeasuredSteps | Result | Failed
+class SharedPlaces(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """Where the worker's parts of SharedBlocks are in its file: (begin, count, item_bytes) of each array."""
+
+    cache: list[tuple[int, int, int]]
+    host: list[tuple[int, int, int]]
+    states: list[tuple[int, int, int]]
+    layout: str
+
+
+Question: TypeAlias = (
+    Load | CountBlocks | FindMemory | Allocate | MeasureCosts | MeasureSteps | WarmUp | Run | ShareBlocks
+)
+Answer: TypeAlias = Loaded | Progress | Number | Measured | MeasuredSteps | Result | Failed | SharedPlaces
 
 _encoder = msgspec.msgpack.Encoder()
 _question_decoder: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)

@@ -71,6 +71,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Wires(msgspec.Struct, array_like=True):
     """A worker's descriptors. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
 
+    blocks: the file for its KV blocks, which the engine reads and writes; -1 = the engine has no store of blocks.
+
     peers: for the first rank, the channels to the others; for any other, the one to the first. ranks: if ranks share no
     memory, a stream to each of them, -1 to itself.
     """
@@ -80,11 +82,12 @@ class Wires(msgspec.Struct, array_like=True):
     before: int = -1
     after: int = -1
     ranks: list[int] = []
+    blocks: int = -1
 
     @property
     def descriptors(self) -> list[int]:
         """Return all descriptors."""
-        return [fd for fd in (self.memory, *self.peers, self.before, self.after, *self.ranks) if fd >= 0]
+        return [fd for fd in (self.memory, self.blocks, *self.peers, self.before, self.after, *self.ranks) if fd >= 0]
 
     def close(self) -> None:
         """Close them in this process."""

@@ -348,13 +348,14 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
             raise ConfigError(
                 "long_prefill_token_threshold divides prompts, which enable_chunked_prefill=false forbids"
             )
-        _check_kv_tiers(self, has_workers=_check_workers(self))
+        _check_workers(self)
+        _check_kv_tiers(self)
         _check_overlap(self)
         checks.check_adapters(self.enable_lora, self.lora_modules)
         _check_speculation(self)
 
 
-def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
+def _check_kv_tiers(config: EngineConfig) -> None:
     """Check the options of stores of evicted KV blocks, not whether folder, key and peers exist.
 
     Errors: ConfigError.
@@ -369,8 +370,11 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
             raise ConfigError(f"{name} needs blocks in the host's memory: also give kv_host_bytes")
         if config.executor not in checks.BUILT_IN_EXECUTORS:
             raise ConfigError(f"{name} is for executor='local'; got {config.executor!r:.80}")
-        if has_workers:
-            raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
+        if (elsewhere := _workers_elsewhere(config)) is not None:
+            raise ConfigError(
+                f"{name} reads and writes KV blocks in the memory of the engine's machine: leave out {elsewhere}, or "
+                f"{name}"
+            )
         speculation = config.speculative_config
         is_own = speculation is not None and speculation.method == "mtp" and speculation.model is None
         if speculation is not None and speculation.runs_model and not is_own:
@@ -378,6 +382,18 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
                 f"{name} does not support the blocks of another model that drafts: leave out {name}, or use method "
                 "'mtp', 'ngram' or 'suffix'"
             )
+
+
+def _workers_elsewhere(config: EngineConfig) -> str | None:
+    """Return the option that puts the KV blocks of workers out of the engine's reach; None: it can read them."""
+    if not _check_workers(config):
+        return None
+    options = {
+        f"nnodes={config.nnodes}": config.nnodes > 1,
+        "distributed_executor_backend='ray'": config.distributed_executor_backend == "ray",
+        f"device={config.device!r} with workers": config.device != "cpu",
+    }
+    return next((option for option, is_given in options.items() if is_given), None)
 
 
 def _check_speculation(config: EngineConfig) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 from kernels.arrays import Int32s
 from kernels.elements import Dtype, Numbers
-from kernels.memory.aligned import aligned_empty
 from kernels.memory.huge_pages import give_back_pages, want_huge_pages
+from kernels.memory.shared_file import host_empty
 
 
 def bytes_per_block(
@@ -68,7 +68,7 @@ class KVCache:
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[Any]:
         """Return an array of this shape for each layer. Errors: MemoryError, RuntimeError."""
         # one array for all layers, because only whole huge pages count
-        whole = aligned_empty((num_layers, *shape), self.dtype)
+        whole = host_empty((num_layers, *shape), self.dtype)
         want_huge_pages(whole)
         self.memory = list(whole)
         return self.memory

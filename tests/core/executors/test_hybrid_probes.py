@@ -81,6 +81,7 @@ class Engine:
         self._rng = rng
         executor = LocalExecutor(config)
         executor.initialize_cache(config)
+        self.state_bytes = executor.info.state_bytes
         self.adapters = [""] if executor.adapters is None else ["", *_with_adapters(executor.adapters)]
         if isinstance(drafter := executor.runner.drafter, HeadDrafter):
             drafter._pause = NoPause()
@@ -132,14 +133,15 @@ def _with_adapters(adapters: Adapters) -> list[str]:
     return digests
 
 
-def options_of(family: str, rng: np.random.Generator) -> dict[str, Any]:
+def options_of(family: str, state_bytes: int, rng: np.random.Generator) -> dict[str, Any]:
     """Return what is on in one engine: drawn."""
     methods = [None, "ngram", "suffix", *(["mtp"] * 3 if family in FAMILIES else [])]
     mode = str(rng.choice(["recompute", "swap", "auto"]))
     options: dict[str, Any] = {"preemption_mode": mode, "num_blocks_override": int(rng.integers(52, 90))}
     options |= {"num_swap_blocks": 0 if mode == "recompute" else int(rng.integers(20, 60)), "swap_space_bytes": 1 << 18}
     options |= {"max_num_batched_tokens": int(rng.integers(30, 200)), "num_host_blocks": int(rng.integers(40, 120))}
-    options |= {"kv_cache_memory_bytes": 1 << int(rng.integers(20, 23)), "max_num_seqs": int(rng.integers(3, 7))}
+    num_rows, num_states = int(rng.integers(3, 7)), int(rng.integers(8, 60))  # few slots of states, or many
+    options |= {"kv_cache_memory_bytes": 2 * (num_rows + num_states) * state_bytes, "max_num_seqs": num_rows}
     if (method := methods[rng.integers(len(methods))]) is not None:
         drafts: dict[str, Any] = {"num_speculative_tokens": 4, "step_ns": (10**6,) * 8, "prompt_lookup_min": 1}
         options["speculative_config"] = SpeculativeConfig(method=method, **drafts)
@@ -180,11 +182,14 @@ class Probes:
     def _engine(self, **options: Any) -> Engine:
         return Engine(config_of(self._model, **self._usual, **options), self._rng)
 
+    def _options(self) -> dict[str, Any]:
+        return options_of(self._family, self._plain.state_bytes, self._rng)
+
     def run(self, count: int) -> None:
         """Make so many probes, some with each folder; the first engine with it dies within the second of them."""
         while self.num_probes < count:
             shutil.rmtree(self._folder, ignore_errors=True)
-            options = {**options_of(self._family, self._rng), "kv_dir": str(self._folder)}
+            options = {**self._options(), "kv_dir": str(self._folder)}
             engine = self._engine(**options)
             for number in range(min(_PROBES_OF_A_FOLDER, count - self.num_probes)):
                 asked, others = self._prompt(), [self._other() for _ in range(4)]
@@ -193,7 +198,7 @@ class Probes:
                 if number == 1:  # it dies: the next one has its folder, and other options
                     self._add_counts(engine)
                     self.counts["deaths"] += 1
-                    options |= options_of(self._family, self._rng)
+                    options |= self._options()
                     engine = self._engine(**options)
                 alone = self._plain.ask(*self._messages(asked, []))
                 again = [engine.ask(*self._messages(asked, crowd)) for crowd in (others, [])]

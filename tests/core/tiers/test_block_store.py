@@ -84,6 +84,26 @@ def test_blocks_on_the_host_are_written_under_the_names_that_were_left(parts: Pa
     assert parts.store.carry_out(Look(1, -1, TOKENS, 1)) == BlocksFound(1, 1)
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "while it is written"])
+def test_blocks_of_a_host_pool_that_was_lost_are_not_written(
+    parts: Parts, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory may be another one then, with other bytes."""
+    on_host = {4: 2 if is_late else 0}
+    right = parts.folder.store
+
+    def written(block: Any) -> bool:
+        on_host[4] = 0
+        return right(block)
+
+    monkeypatch.setattr(parts.folder, "store", written)
+    given: dict[str, Any] = {"on_host": lambda slot, content, is_beside: on_host[slot] == content}
+    parts.store = BlockStore([parts.tier], parts.names, parts.blocks, parts.contents, parts.evictions, **given)
+    parts.store.carry_out(parts.leave())
+    assert parts.store.carry_out(Store(3, np.array([4], np.int32), np.array([2]))) == BlocksStored(3, 0)
+    assert parts.store.carry_out(Look(1, -1, TOKENS, 1)) == BlocksFound(1, 0)
+
+
 def test_a_fetch_ends_before_the_first_damaged_block(parts: Parts, tmp_path: Path) -> None:
     parts.store.carry_out(parts.leave())
     parts.save()
