@@ -65,13 +65,13 @@ class App:
         try:
             try:
                 answer = await self._result(request, receive, state["body"])
-                if isinstance(answer, Response):
-                    fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
-                    await exchange.send_whole(answer.status, fields, answer.body)
-                    self._note(request, answer)
             finally:
                 state["body"].release()
-            if isinstance(answer, Reply):
+            if isinstance(answer, Response):
+                fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
+                await exchange.send_whole(answer.status, fields, answer.body)
+                self._note(request, answer)
+            elif isinstance(answer, Reply):
                 await _until_end(answer, receive)
             elif isinstance(answer, WrittenAnswer):
                 await answer.write()

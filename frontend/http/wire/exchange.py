@@ -5,6 +5,7 @@ not read. Streams have no task that could wait, so the connection says whether i
 anyway is sent once it is not.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from typing import Any, Protocol
@@ -37,6 +38,11 @@ class Wire(Protocol):
     def uncork(self) -> None:
         """Write what was kept, in one piece: each send() wakes the peer."""
 
+    def keep(self, num_bytes: int) -> None:
+        """Set how many bytes of the answer wait for the peer to read. All such bytes together have a bound, beyond
+        which some connections are aborted.
+        """
+
     def abort(self) -> None:
         """Close the connection at once and drop waiting data."""
 
@@ -57,6 +63,9 @@ class NoWire:
 
     def uncork(self) -> None:
         """Write nothing: nothing was kept."""
+
+    def keep(self, num_bytes: int) -> None:
+        """Count nothing: nothing waits."""
 
     def abort(self) -> None:
         """Do nothing: there is no connection."""
@@ -82,6 +91,8 @@ class Exchange:
         self._is_raw = False  # parts are not framed
         self._is_chunked = False  # parts may be framed here
         self._late: deque[Message] = deque()  # messages for a full connection
+        self._num_late = 0  # bytes of them, and of those sent since it was full: pieces of an answer share its memory
+        self._sent: asyncio.Future[None] | None = None  # done once no message is late
         self._head: Message | None = None  # of a stream, for its first part
         wire.exchange = self
 
@@ -94,19 +105,11 @@ class Exchange:
         self.end(body)
 
     async def send_whole(self, status: int, fields: Headers, body: bytes) -> None:
-        """Send a whole answer; wait while the connection is full."""
-        if self.wrap_whole is not None:
-            self.end(self.wrap_whole(body))
-            return
-        head = self._whole_head(status, fields, len(body))
-        if not self._wire.is_full:
-            self._head = head
-            self.end(body)
-            return
-        self.is_complete = True
-        await self._send(head)
-        for message in _pieces(body):
-            await self._send(message)
+        """Write a whole answer, and wait until the connection has all of it or its peer has left."""
+        self.write_whole(status, fields, body)
+        if self._late:
+            self._sent = asyncio.get_running_loop().create_future()
+            await self._sent
 
     def begin(self, fields: Headers) -> None:
         """Begin a stream of status 200, if none has begun. Its head leaves with the first part, which may be empty."""
@@ -156,6 +159,7 @@ class Exchange:
         """Notify the answering side that the peer has left."""
         self.has_left = True
         self._late.clear()
+        self._note_sent()
         told, self.on_left, self.on_writable = self.on_left, None, None
         if told is not None and not self.is_complete:
             told()
@@ -164,6 +168,8 @@ class Exchange:
         """Send the data that waited for the full connection, and notify the waiting reply."""
         while self._late and not self._wire.is_full:
             self._step(self._late.popleft())
+        if self._num_late:
+            self._note_sent()
         if not self._late:
             wake, self.on_writable = self.on_writable, None
             if wake is not None:
@@ -206,8 +212,18 @@ class Exchange:
             return
         if self._late or self._wire.is_full:
             self._late.append(message)
+            self._num_late += len(message.get("body", b""))
+            self._wire.keep(self._num_late)
         else:
             self._step(message)
+
+    def _note_sent(self) -> None:
+        """Count the bytes that wait, after some were sent or the peer has left."""
+        if not self._late:
+            self._num_late = 0
+            if self._sent is not None and not self._sent.done():
+                self._sent.set_result(None)
+        self._wire.keep(self._num_late)
 
     def _step(self, message: Message) -> None:
         """Send a message. The server's send() waits only for full connections, so it ends in its first step."""

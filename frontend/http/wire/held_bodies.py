@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from frontend.http.errors import HttpError, retry_after
+from frontend.http.wire.unread_answers import UnreadAnswers
 
 #: From one part of an unwanted body to the next one, of any connection. A part has up to 256 KiB, uvloop's buffer.
 _DROP_S = 0.005
@@ -40,10 +41,10 @@ class Drops:
 
 
 class HeldBodies:
-    """The bodies of one server. most: bytes."""
+    """The bodies of one server. most: bytes. drops, unread: of the same server's other data."""
 
     def __init__(self, most: int) -> None:
-        self.drops = Drops()
+        self.drops, self.unread = Drops(), UnreadAnswers()
         self.most = most
         self.num_bytes = 0
         self.unfinished: dict[HeldBody, None] = {}  # the longest silent one first

@@ -260,6 +260,10 @@ class HttpProtocol(HttpToolsProtocol):
         """Write what was kept."""
         self._soft.uncork()
 
+    def keep(self, num_bytes: int) -> None:
+        """Set how many bytes of an answer wait for the peer to read."""
+        self._bodies.unread.keep(self, num_bytes)
+
     def abort(self) -> None:
         """Close the connection at once and drop waiting data."""
         self.transport.abort()

@@ -78,7 +78,8 @@ class Answering(Exchange):
 
     def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
         super().write_whole(status, fields, body)
-        spin()
+        if not Peer.runner.get_loop().is_running():
+            spin()
 
 
 class App:

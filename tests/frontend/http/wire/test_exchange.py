@@ -9,7 +9,9 @@ import pytest
 
 from frontend.http.errors import Headers
 from frontend.http.wire.exchange import PIECE_BYTES, Exchange
+from frontend.http.wire.held_bodies import HeldBodies
 from frontend.http.wire.protocol import IDLE_S
+from frontend.http.wire.unread_answers import UnreadAnswers
 from tests.frontend.http.peer import App, Peer, Transport, connected, spin, turning
 
 FIELDS: Headers = [(b"content-type", b"text/plain")]
@@ -140,6 +142,58 @@ def test_a_long_answer_waits_for_its_reader(kind: str, monkeypatch: pytest.Monke
     assert body[-5:] in transport.written
     assert not is_whole or transport.written.partition(b"\r\n\r\n")[2] == body
     assert max(sizes) < PIECE_BYTES + 500
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_who_sends_a_long_answer_waits_until_it_is_sent(leaves: bool) -> None:
+    """Otherwise the request ends with its answer in parts, and the server closes the connection behind the first."""
+    app, bodies = App(), HeldBodies(1 << 20)
+    peer, transport = connected(app, bodies=bodies)
+    peer.data_received(b"GET /x HTTP/1.1\r\nhost: h\r\n\r\n")
+    peer.pause_writing()
+    one, body = app.requests[0].exchange, random.Random(1).randbytes(2 * PIECE_BYTES + 5)
+    sending = Peer.runner.get_loop().create_task(one.send_whole(200, FIELDS, body))
+    spin()
+    assert not sending.done()
+    assert bodies.unread.num_bytes == len(body)
+    if leaves:
+        transport.calls.append("abort")
+        peer.connection_lost(None)
+    else:
+        peer.resume_writing()
+        assert transport.written.endswith(body)
+    assert sending.done()
+    assert bodies.unread.num_bytes == 0
+
+
+def test_unread_answers_give_way_to_others() -> None:
+    """Of answers that wait for their peers, the one whose peer has read nothing for the longest time is dropped."""
+    bodies = HeldBodies(1 << 20)
+    bodies.unread = UnreadAnswers(250)
+    exchanges, transports, peers = list[Exchange](), list[Transport](), list[Peer]()
+
+    def wait_for_reader(num_bytes: int) -> None:
+        app = App()
+        peer, transport = connected(app, bodies=bodies)
+        peer.data_received(b"GET /x HTTP/1.1\r\nhost: h\r\n\r\n")
+        peer.pause_writing()
+        app.requests[0].exchange.write_whole(200, FIELDS, b"x" * num_bytes)
+        exchanges.append(app.requests[0].exchange)
+        transports.append(transport)
+        peers.append(peer)
+
+    for num_bytes in (100, 100, 40):
+        wait_for_reader(num_bytes)
+    exchanges[0].resume()  # its connection took a part
+    wait_for_reader(100)
+    assert ["abort" in transport.calls for transport in transports] == [False, True, False, False]
+    assert bodies.unread.num_bytes == 240
+    wait_for_reader(1000)  # alone
+    assert ["abort" in transport.calls for transport in transports] == [True, True, True, True, False]
+    peers[4].resume_writing()
+    assert bodies.unread.num_bytes == 0
+    for peer in peers[:4]:
+        peer.connection_lost(None)
 
 
 def test_a_peer_that_does_not_read_the_rest_of_an_answer_is_cut_off() -> None:
