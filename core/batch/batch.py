@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from core.batch.block_table import BlockTable, OtherKind
-from core.batch.carried import NOTHING_CARRIED, Carried, CarriedColumns
+from core.batch.carried import Carried, CarriedColumns
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
 from core.batch.kept_states import KeptStates
@@ -433,9 +433,7 @@ class Batch:
 
     def take_carried(self) -> CarriedColumns:
         """Return what the plan being finished carries. Later changes go into the next plan."""
-        columns = NOTHING_CARRIED
-        if self.carried:
-            columns, self.carried = self.carried.columns(), Carried()
+        columns = self.carried.take()
         self.host_cache.end_plan()
         return columns
 

@@ -71,17 +71,15 @@ class Carried:
         """Drop all copies, because the blocks and states that they read have lost their content."""
         self.out, self.within, self.back, self.states = (Copies([], []) for _ in range(4))
 
-    def columns(self) -> CarriedColumns:
-        """Return everything as columns, except the renewed rows, which are among the plan's added ones."""
-        removed = np.array(self.removed_rows, np.int32)
-        if not self._has_copies():
-            return CarriedColumns(removed)
+    def take(self) -> CarriedColumns:
+        """Return everything as columns, and carry nothing. The renewed rows are among the plan's added ones."""
+        removed = NO_INT32S
+        if self.removed_rows:
+            removed = np.array(self.removed_rows, np.int32)
+            self.removed_rows.clear()
+        if not (self.out.sources or self.within.sources or self.back.sources or self.states.sources):
+            return CarriedColumns(removed) if len(removed) else NOTHING_CARRIED
         out, back, within = self.out.columns(), self.back.columns(), self.within.columns()
-        return CarriedColumns(removed, *out, *back, *within, *self.states.columns())
-
-    def _has_copies(self) -> bool:
-        return bool(self.out.sources or self.within.sources or self.back.sources or self.states.sources)
-
-    def __bool__(self) -> bool:
-        """Return whether there is anything to carry; usually there is not."""
-        return bool(self.removed_rows or self.renewed_rows) or self._has_copies()
+        columns = CarriedColumns(removed, *out, *back, *within, *self.states.columns())
+        self.forget_copies()
+        return columns

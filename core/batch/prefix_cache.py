@@ -116,13 +116,13 @@ class PrefixCache:
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
         """Name the blocks whose tokens are all known and will be computed by the end of the step being planned.
 
-        ends [n]: computed tokens of the rows after that step. A request that finds the blocks runs in this step or a
-        later one, and every layer stores the step's K and V before it reads.
+        ends [n]: how many known tokens of the rows are computed after that step. A request that finds the blocks runs
+        in this step or a later one, and every layer stores the step's K and V before it reads.
         """
         if not self.is_enabled:
             return
         table = self.table
-        more = (np.minimum(ends, table.num_tokens[rows]) >> self._shift) - table.num_named_blocks[rows]
+        more = (ends >> self._shift) - table.num_named_blocks[rows]
         full = (more > 0).nonzero()[0]
         if not len(full):
             return

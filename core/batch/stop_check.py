@@ -59,13 +59,15 @@ class StopCheck:
         table = self._table
         finish = np.zeros(len(rows), np.uint8)
         by_stop_token = np.zeros(len(rows), np.bool_)
-        finish[lengths >= table.max_total_tokens[rows]] = int(FinishReason.LENGTH)
+        is_full = lengths >= table.max_total_tokens[rows]
+        if np.count_nonzero(is_full):
+            finish[is_full] = int(FinishReason.LENGTH)
         by_eos: Bools = tokens == self._first_eos  # a comparison per EOS id is faster than a table of all
         for eos in self._other_eos:
             by_eos |= tokens == eos
-        group = table.has_stop_ids[rows] > 0
-        if not (np.count_nonzero(by_eos) or np.count_nonzero(group)):
+        if not (np.count_nonzero(by_eos) or len(self._keys)):
             return finish, by_stop_token
+        group = table.has_stop_ids[rows] > 0
         may_stop = lengths >= table.min_total_tokens[rows]
         by_eos &= (table.ignore_eos[rows] == 0) & may_stop
         by_stop_token[group] = self._match(rows[group], tokens[group])

@@ -174,8 +174,7 @@ class BatchTable(BlockTable):
         if counts is not None:
             return self._append_runs(rows, lengths, counts, token_ids)
         longer: Ints = lengths + 1
-        self.tokens.ensure(rows, longer)
-        self.tokens.set(rows, lengths, token_ids)
+        self.tokens.append(rows, lengths, token_ids)
         self.num_tokens[rows] = longer
         self.num_placeholders[rows] -= 1
         return longer

@@ -85,11 +85,12 @@ class Ends:
             self.finish(ended)
 
     def _forget(self, requests: list[Request]) -> None:
-        end, held = self._policy.end, self._waiting.held_clients
+        ended = requests
+        if held := self._waiting.held_clients:
+            ended = [request for request in requests if request.client not in held]
+        self._policy.end(ended)
         for request in requests:
             request.is_finished = True
-            if request.client not in held:
-                end(request)
             if request.tenant:
                 self._parties.leave(request)
             if request.choices:

@@ -152,13 +152,18 @@ class OutputCollector:
             )
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Add starts. Call this before has_started of these requests is set."""
-        self.events.add_starts(starts, now_ns)
+        """Add starts and their events. Call this before has_started of these requests is set."""
         for start in starts:
-            request = start.request
-            if not request.has_started and request.choice == 0:  # the other choices find the blocks of choice 0
-                started = self._started.setdefault(request.client, [])
-                started += (request.number, start.num_computed_tokens)
+            request, num_found = start.request, start.num_computed_tokens  # found in the prefix cache or on the host
+            client, number, choice = request.client, request.number, request.choice
+            if request.has_started:
+                self.events.add(client, (number, choice, _RESUMED, 0, num_found, now_ns))
+                continue
+            queued = number, choice, _QUEUED, 0, 0, request.arrival_ns
+            self.events.add(client, (*queued, number, choice, _SCHEDULED, 0, num_found, now_ns))
+            if choice == 0:  # the other choices find the blocks of choice 0
+                started = self._started.setdefault(client, [])
+                started += (number, num_found)
 
     def add_drafts(self, client: int, entry: tuple[int, int, int, int]) -> None:
         """Add (number, choice, verified drafts, accepted drafts) for a row that ends in this step."""
@@ -301,16 +306,13 @@ class RequestEventLog:
         """Return the clients that have events."""
         return list(self._events)
 
-    def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Record starts. Call this before has_started of these requests is set."""
-        for start in starts:
-            request, num_found = start.request, start.num_computed_tokens  # found in the prefix cache or on the host
-            fields, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
-            if not request.has_started:
-                fields += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
-                fields += (number, choice, _SCHEDULED, 0, num_found, now_ns)
-            else:
-                fields += (number, choice, _RESUMED, 0, num_found, now_ns)
+    def add(self, client: int, fields: tuple[int, ...]) -> None:
+        """Add events, event after event: number, choice, kind, cause, amount, time."""
+        events = self._events.get(client)
+        if events is None:
+            self._events[client] = list(fields)
+        else:
+            events += fields
 
     def add_preempted(self, preempted: list[Preempted], now_ns: int) -> None:
         """Record preemptions."""
@@ -323,7 +325,7 @@ class RequestEventLog:
 
     def _add_preempted(self, request: Request, cause: EventCause, num_swapped: int, now_ns: int) -> None:
         fields = (request.number, request.choice, _PREEMPTED, int(cause), num_swapped, now_ns)
-        self._events.setdefault(request.client, []).extend(fields)
+        self.add(request.client, fields)
 
     def take(self, client: int) -> RequestEvents | None:
         """Return this client's events since the last call, or None if there are none."""

@@ -31,8 +31,8 @@ class Policy(Protocol):
     def arrive(self, request: Request) -> None:
         """Set the new request's rank and level."""
 
-    def end(self, request: Request) -> None:
-        """Handle the end of a request, which is in no queue and has no row."""
+    def end(self, requests: list[Request]) -> None:
+        """Handle the end of requests, which are in no queue and have no rows."""
 
     def forget(self, party: int) -> None:
         """Forget a client or tenant that is gone."""
@@ -74,7 +74,7 @@ class Fcfs:
         """Give all requests the same rank and level."""
         request.rank = request.level = 0
 
-    def end(self, request: Request) -> None:
+    def end(self, requests: list[Request]) -> None:
         """Do nothing: this policy keeps no state of requests."""
 
     def forget(self, party: int) -> None:
@@ -156,9 +156,10 @@ class Fair:
         self._times.enter(request.party)
         request.rank = request.level = request.priority
 
-    def end(self, request: Request) -> None:
-        """Count the request as ended."""
-        self._times.leave(request.party)
+    def end(self, requests: list[Request]) -> None:
+        """Count the requests as ended."""
+        for request in requests:
+            self._times.leave(request.party)
 
     def forget(self, party: int) -> None:
         """Remove the client's virtual time."""

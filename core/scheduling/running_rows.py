@@ -71,18 +71,21 @@ class RunningRows:
             held = rows[num_growing:]
             room = self._batch.room_of(held) - table.num_computed_tokens[held]
             np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
-        self._leave_out(rows, wanted, placeholders)
+        self._leave_out(rows, wanted, known, placeholders)
         num_wanted = int(wanted.sum())
         if num_wanted > budget:
             wanted, num_wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted), budget
         needs = self._batch.lacking(rows, computed + wanted)
         return wanted, num_wanted, needs, int(needs.sum())
 
-    def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
-        """Set to 0 the tokens `wanted` [n] of rows that this step leaves out."""
+    def _leave_out(self, rows: Rows, wanted: Ints, known: Ints, placeholders: Ints) -> None:
+        """Set to 0 the tokens `wanted` [n] of rows that this step leaves out.
+
+        known [n]: tokens of the rows, including the placeholders [n].
+        """
         # A row whose last token is being sampled by a step in flight has nothing left to compute.
-        table = self._batch.table
-        wanted[(table.num_tokens[rows] + placeholders >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
+        if np.count_nonzero(placeholders):
+            wanted[(known >= self._batch.table.max_total_tokens[rows]) & (placeholders > 0)] = 0
 
     def _first_short(self, needs: Ints) -> int:
         """Return the index of the first row for which the free blocks do not suffice."""
@@ -119,7 +122,7 @@ class RowsInTurn(RunningRows):
         super().__init__(parts, preemption)
         self._num_steps = most_in_flight(parts.config)
 
-    def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
+    def _leave_out(self, rows: Rows, wanted: Ints, known: Ints, placeholders: Ints) -> None:
         wanted[placeholders > 0] = 0
         decoding = np.flatnonzero(wanted == 1)  # and not held up by lack of blocks: otherwise no row might get a turn
         wanted[decoding[ceil_div(len(rows), self._num_steps) :]] = 0

@@ -208,7 +208,7 @@ class Scheduler:
         if not self.waiting.is_held(client):
             for request in requests:
                 self.preemption.end(request)  # swap space is kept for requests that resume soon
-                self.policy.end(request)  # a client on hold must not accumulate a share
+            self.policy.end(requests)  # a client on hold must not accumulate a share
         self.waiting.hold(client, requests)
 
     def release_client(self, client: int, serial: int, now_ns: int = 0) -> int:
@@ -456,7 +456,8 @@ class Scheduler:
             is_known = output.logprobs.positions < table.num_tokens[rows[owners]]
             reported = output.logprobs.where(live[owners] & is_known)
             self.outputs.add_logprobs(*table.address(rows[reported.rows]), reported)
-        self.batch.prefix_cache.name_full_blocks(taken, table.num_computed_tokens[taken])  # accepted drafts filled some
+        computed = np.minimum(table.num_computed_tokens[taken], table.num_tokens[taken])
+        self.batch.prefix_cache.name_full_blocks(taken, computed)  # accepted drafts filled some
         return taken, tokens, kept, finish, by_stop_token
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
@@ -477,11 +478,12 @@ class Scheduler:
         self._step += 1
         if self.batch.carried.renewed_rows:
             draft.renew(self.batch)
+        known, placeholders = table.num_tokens[rows], table.num_placeholders[rows]
         table.num_computed_tokens[rows] = ends = table.num_computed_tokens[rows] + counts
-        table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
+        table.num_placeholders[rows] = placeholders + (ends == known + placeholders)
         if draft.guessed is not None:
             self.speculation.begin(draft.guessed)
-        self.batch.prefix_cache.name_full_blocks(rows, ends)
+        self.batch.prefix_cache.name_full_blocks(rows, np.minimum(ends, known))
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
         if self.batch.kept_states is not None:
             draft.saved = self.batch.kept_states.save(rows, counts)

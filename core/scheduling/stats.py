@@ -35,7 +35,9 @@ class SchedulerStats(Statistics):
                 self.num_recomputed_tokens += max(0, request.num_computed_before - num_found)
             else:
                 num_prompt_tokens += request.num_prompt_tokens
-                self.prefix_cache_hits += num_found if start.fork is None else num_found - start.fork.num_forked_tokens
+                if num_found:
+                    num_forked = 0 if start.fork is None else start.fork.num_forked_tokens
+                    self.prefix_cache_hits += num_found - num_forked
         self.num_prompt_tokens += num_prompt_tokens
         self.prefix_cache_queries += num_prompt_tokens
 

@@ -14,7 +14,7 @@ from ipc.tables.arrays import AnyInts, Int32s, Ints, Positions, Rows
 class PagedRows:
     """Rows of int32 values. The owner keeps each row's length; this class keeps the position of each value.
 
-    `extend` and `clear` touch one row (an event); `ensure`, `set` and `get` take columns of rows.
+    `extend` and `clear` touch one row (an event); `append`, `ensure`, `set` and `get` take columns of rows.
     """
 
     def __init__(self, num_rows: int, page_size: int) -> None:
@@ -74,6 +74,13 @@ class PagedRows:
     def put(self, slots: Ints, values: AnyInts) -> None:
         """Write values at these slots."""
         self._flat[slots] = values
+
+    def append(self, rows: Rows, lengths: Ints, values: AnyInts) -> None:
+        """Write values[i] after the lengths[i] values of rows[i], and make room for it."""
+        offsets = lengths & self._mask
+        if np.count_nonzero(offsets) < len(rows):  # some rows begin a page
+            self.ensure(rows, lengths + 1)
+        self._flat[self._index[rows, lengths >> self._shift] + offsets] = values
 
     def set(self, rows: Rows, positions: Positions, values: AnyInts) -> None:
         """Write values[i] to row rows[i] at positions[i]."""

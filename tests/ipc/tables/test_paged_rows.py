@@ -121,8 +121,7 @@ def test_agrees_with_lists(operations: list[Operation], page_size: int) -> None:
         elif kind == "append":  # one value for each of several rows
             which = ints(*range(min(len(values), len(model))))
             lengths = ints(*(len(model[at]) for at in which.tolist()))
-            rows.ensure(which, lengths + 1)
-            rows.set(which, lengths, np.array(values[: len(which)], np.int64))
+            rows.append(which, lengths, np.array(values[: len(which)], np.int64))
             for at, value in zip(which.tolist(), values, strict=False):
                 model[at].append(value)
         elif kind == "clear":
