@@ -27,6 +27,7 @@ from tools.lab.bench.costs.capture_cost import measure_capture
 from tools.lab.bench.costs.metrics_cost import measure_metrics
 from tools.lab.bench.costs.recorder_cost import measure_checkpoint, measure_recorder
 from tools.lab.bench.costs.scheduler_cost import measure_scheduler
+from tools.lab.bench.forecast_error import measure_forecast_error
 from tools.lab.bench.images import measure_images
 from tools.lab.bench.ipc import measure_ipc
 from tools.lab.bench.kv_tiers import measure_kv_tiers
@@ -76,6 +77,7 @@ DEFAULTS = {
     "kv-tiers": [],
     "pinned-session": [],
     "swap-in": [],
+    "forecast-error": [],
     "weights-update": [],
     "images": [],
 }
@@ -140,7 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("benchmark", choices=DEFAULTS)
     names = f"comma-separated; known: {', '.join(WORKLOADS)}"
     parser.add_argument("--only", metavar="NAMES", help=f"only these workloads, {names}")
-    parser.add_argument("--workload", type=Path, action="append", metavar="FILE", help="a workload of your own, JSON")
+    parser.add_argument(
+        "--workload",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a workload of your own, JSON; for forecast-error a trace",
+    )
     parser.add_argument(
         "--round", type=int, default=0, metavar="N", help="another N gives other token ids of the same shape"
     )
@@ -208,6 +216,10 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
     if parsed.benchmark == "speculation" and parsed.connect is None and not parsed.workload:
         names = parsed.only.split(",") if parsed.only else []
         for record in measure_speculation(options, rounds=parsed.reps, names=names):
+            print_record(record)
+        return
+    if parsed.benchmark == "forecast-error" and parsed.connect is None and parsed.only is None:
+        for record in measure_forecast_error(options, rounds=parsed.reps, files=parsed.workload or ()):
             print_record(record)
         return
     if parsed.connect is not None or parsed.only is not None or parsed.workload:

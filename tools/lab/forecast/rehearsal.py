@@ -7,8 +7,8 @@ kept in a folder named by what they depend on, so the next forecast of the same 
 import asyncio
 import contextlib
 import platform
-import socket
 import time
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from ipc.version import VERSION
 from tools.commands.record.exchanges import Connection
 from tools.commands.record.relay import new_recording
 from tools.commands.record.traffic import Exchange, Totals, TrafficWriter
-from tools.lab.traces.row import Row, Trace
+from tools.lab.traces.row import Trace
 from tools.lab.traces.workload import make_workload
 
 _VOCAB = 1000  # ids of made-up prompts: every model has as many
@@ -96,27 +96,36 @@ def hold(rehearsal: Rehearsal, config: EngineConfig, trace: Trace) -> None:
         raise ConfigError(f"--rehearsals {rehearsal.capture.parent}: {error.strerror}") from None
     longest = max(row.num_input + max(1, row.num_output) for row in trace.rows)
     workload = make_workload(trace, max_tokens=max(longest, 2), time_scale=1.0, num_clients=1, vocab_size=_VOCAB)
-    bodies = [_body(row, one.message.prompt_token_ids) for row, one in zip(trace.rows, workload.requests, strict=True)]
-    with EngineProcess(msgspec.structs.replace(config, capture=str(rehearsal.capture))) as engine:
-        bound = bind_http("127.0.0.1:0")
-        worker = SupervisedWorker(engine.address, [bound], HttpOptions(checks_host=False), print)
-        try:
-            worker.start()
-            exchanges = uvloop.run(_send_all(bound, bodies, [row.arrival_s for row in trace.rows]))
-        finally:
-            worker.stop()
-            close_http(bound)
-            bound.close()
+    pairs = zip(trace.rows, workload.requests, strict=True)
+    bodies = [request_body(one.message.prompt_token_ids, row.num_output) for row, one in pairs]
+    with serving(msgspec.structs.replace(config, capture=str(rehearsal.capture))) as address:
+        exchanges = uvloop.run(send_all(address, bodies, [row.arrival_s for row in trace.rows]))
     writer = TrafficWriter(str(rehearsal.traffic), has_content=False)
     writer.add(exchanges)
     writer.close(Totals(0, 0, 0))
 
 
-def _body(row: Row, prompt: bytes) -> bytes:
+@contextlib.contextmanager
+def serving(config: EngineConfig) -> Iterator[tuple[str, int]]:
+    """Run an engine and its HTTP server; yield host and port. Errors: those of an engine's start."""
+    with EngineProcess(config) as engine:
+        bound = bind_http("127.0.0.1:0")
+        worker = SupervisedWorker(engine.address, [bound], HttpOptions(checks_host=False), print)
+        try:
+            worker.start()
+            yield bound.getsockname()[:2]
+        finally:
+            worker.stop()
+            close_http(bound)
+            bound.close()
+
+
+def request_body(prompt: bytes, num_output: int) -> bytes:
+    """Return the body of a streamed completion. prompt: int32, little-endian."""
     return msgspec.json.encode(
         {
             "prompt": np.frombuffer(prompt, "<i4").tolist(),
-            "max_tokens": max(1, row.num_output),
+            "max_tokens": max(1, num_output),
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
@@ -125,10 +134,10 @@ def _body(row: Row, prompt: bytes) -> bytes:
     )
 
 
-async def _send_all(bound: socket.socket, bodies: list[bytes], arrivals: list[float]) -> list[Exchange]:
+async def send_all(address: tuple[str, int], bodies: list[bytes], arrivals: list[float]) -> list[Exchange]:
     """Send each request at its time on a connection of its own; return what was observed, without what failed."""
     recording, begin = new_recording(keeps_content=False), time.monotonic()
-    host, port = bound.getsockname()[:2]
+    host, port = address
 
     async def send(body: bytes, arrival: float) -> list[Exchange]:
         await asyncio.sleep(max(0.0, begin + arrival - time.monotonic()))
