@@ -94,6 +94,7 @@ PUBLISHED: dict[str, str] = {
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
     "Mistral3ForConditionalGeneration": "Mistral Small 3.1, 3.2, Ministral 3",
     "LlavaForConditionalGeneration": "Pixtral-12B",
+    "Lfm2VlForConditionalGeneration": "LFM2-VL, LFM2.5-VL 450M to 3B",
     "InternVLForConditionalGeneration": "InternVL 3, 3.5 with Qwen's text models",
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B",

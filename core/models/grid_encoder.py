@@ -5,6 +5,7 @@ call (kernels/cpu/c/layers/decoder.h). Patches are the tokens, given by their em
 row and its column. Patches that become one row follow each other, and so do those of one window.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from kernels.memory.kv_cache import MixedKVCache
 from kernels.rotary import rotary_frequencies
 
 BLOCK_TOKENS = 16  # tokens per KV block; each window has its own blocks
+_MERGED_EPS = 1e-5  # of the norm of merged patches
 _STRIP_PIXELS = 1 << 20  # of an image, whose patches are embedded at once
 
 
@@ -38,6 +40,7 @@ class Merger(NamedTuple):
     """The products that make rows of merged patches."""
 
     merge: PackedMatrix | None
+    norm: CpuNorm | None
     first: PackedMatrix  # has the activation
     second: PackedMatrix
 
@@ -45,6 +48,8 @@ class Merger(NamedTuple):
         """Return rows [n, hidden] float32 of merged patches [n, joined]."""
         if self.merge is not None:
             merged = self.merge(merged)
+        if self.norm is not None:
+            merged = self.norm(merged)
         rows: Floats = to_floats(self.second(self.first(merged)))
         return rows
 
@@ -81,7 +86,7 @@ class GridEncoder(GridImages):
         bias = files.take("patches.bias") if parts.patch_bias else None
         self._patches = operations.linear(patches, bias, out_dtype=FLOAT32)
         self._patch_norm = self._norm(files, "patch_norm", FLOAT32) if parts.patch_norm else None
-        self._table = None
+        self._table, self._positions = None, averaged if parts.averages_positions else stretched
         if parts.positions_per_side:
             self._table = to_floats(files.take_matrix("positions.weight").dense(dtype))
         self._decoder = self._make_decoder(files)
@@ -107,7 +112,9 @@ class GridEncoder(GridImages):
         parts = self.parts
         layers = [self._layer(files, index) for index in range(parts.num_hidden_layers)]
         head_dim = parts.hidden_size // parts.num_attention_heads
-        every = rotary_frequencies(head_dim, parts.rope_theta)
+        every = np.zeros(head_dim // 2, np.float32)  # no rotation
+        if parts.rope_theta:
+            every = rotary_frequencies(head_dim, parts.rope_theta)
         frequencies = every[::2]
         table = RotaryTable(np.concatenate((frequencies, every[1::2] if parts.alternates else frequencies)))
         norm = CpuNorm(self._library, None, parts.norm_eps, self._dtype)
@@ -176,7 +183,12 @@ class GridEncoder(GridImages):
             weight = files.take_matrix(f"{stem}.{name}.weight")
             return linear(weight, files.take(f"{stem}.{name}.bias") if has_biases else None, **options)
 
-        return Merger(merge, product("first", activation="gelu"), product("second", out_dtype=FLOAT32))
+        norm = None
+        if self.parts.normalizes_merged:
+            weight, bias = files.take(f"{stem}.norm.weight"), files.take(f"{stem}.norm.bias")
+            norm = CpuNorm(self._library, weight, _MERGED_EPS, self._dtype, bias=bias, is_centred=True)
+        first, second = product("first", activation="gelu"), product("second", out_dtype=FLOAT32)
+        return Merger(merge, norm, first, second)
 
     @property
     def variant(self) -> str:
@@ -198,7 +210,7 @@ class GridEncoder(GridImages):
         if self._patch_norm is not None:
             given = to_floats(self._patch_norm(given))
         if self._table is not None:
-            given = given + stretched(self._table, parts.positions_per_side, places, (height, width))
+            given = given + self._positions(self._table, places, (height, width))
         rows = np.empty((len(order), self.width), np.float32)
         rows[order] = self._run(np.ascontiguousarray(given), places, runs)
         return rows if self._break is None else _with_breaks(rows, width // merge, self._break)
@@ -278,12 +290,32 @@ def runs_of(lengths: Ints) -> Runs:
     return Runs(lengths, np.repeat(firsts * BLOCK_TOKENS, lengths) + within, blocks.astype(np.int32))
 
 
-def stretched(table: Floats, side: int, places: Ints, size: tuple[int, int]) -> Floats:
+def averaged(table: Floats, places: Ints, size: tuple[int, int]) -> Floats:
+    """Return the positions [n, width] float32 of patches at places [n, 2] of a grid of this size.
+
+    The table [side * side, width] is resized to the grid by the bilinear filter, with wider taps if it shrinks.
+    """
+    side, one = math.isqrt(len(table)), np.float32(1)
+    grid = table.reshape(side, side, -1)
+    for axis in range(2):
+        scale = np.float32(side) / np.float32(size[axis])
+        centres = (np.arange(size[axis], dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+        far = np.abs(np.arange(side, dtype=np.float32) - centres[:, None]) / max(scale, one)
+        shares = np.maximum(one - far, np.float32(0))
+        shares /= shares.sum(1, keepdims=True)
+        total = np.zeros((size[axis], *grid.shape[1:]), np.float32)
+        for source in range(side):
+            total += shares[:, source, None, None] * grid[source]
+        grid = total.swapaxes(0, 1)
+    return np.ascontiguousarray(grid)[places[:, 0], places[:, 1]]
+
+
+def stretched(table: Floats, places: Ints, size: tuple[int, int]) -> Floats:
     """Return the positions [n, width] float32 of patches at places [n, 2] of a grid of this size.
 
     The table [side * side, width] is stretched over the grid, corners on corners, and read by linear interpolation.
     """
-    one, taps, shares = np.float32(1), list[Ints](), list[Floats]()
+    side, one, taps, shares = math.isqrt(len(table)), np.float32(1), list[Ints](), list[Floats]()
     for axis in range(2):
         wide = places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(size[axis] - 1, 1))
         low = np.floor(wide)

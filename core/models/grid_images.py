@@ -18,7 +18,9 @@ class GridImages:
     def __init__(self, parts: GridParts) -> None:
         self.parts = parts
         self.image_size, self.num_rows, self.sees_whole = parts.unit, parts.max_rows, parts.sees_whole
-        self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
+        self._pixels = pixel_values(
+            parts.image_mean, parts.image_std, parts.rescale_factor, at_once=parts.scales_at_once
+        )
 
     def grid_of(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return (rows, columns of their grid) of an image of this shape; 0 columns: its tokens have one position each.

@@ -23,7 +23,8 @@ class PooledParts(msgspec.Struct, frozen=True, kw_only=True):
 class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     """An encoder of patches, and what joins merge_size x merge_size of them to one row for the text model.
 
-    Heads are rotated by a patch's row and column. Patches are in the order of the rows that they become.
+    Heads are rotated by a patch's row and column, unless rope_theta is 0. Patches are in the order of the rows that
+    they become.
     """
 
     hidden_size: int
@@ -41,6 +42,9 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     patch_bias: bool
     rope_theta: float
     positions_per_side: int = 0  # of a square table of positions, stretched over the image; 0 = none
+    #: Pixel for pixel, as an image is resized: a patch's position is a mean of those that it covers.
+    averages_positions: bool = False
+    colours_last: bool = False  # safetensors files have the numbers of a patch pixel by pixel
     window: int = 0  # side of the windows in which layers attend, in rows; 0 = all layers see the whole image
     full_layers: tuple[int, ...] = ()  # indices of the layers that see the whole image; without a window all do
     has_biases: bool = True  # of products, but not of `merge_first`
@@ -51,6 +55,8 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     merge_first: bool = False  # one more product, without an activation, makes a patch of those that are merged
     #: Patches are not normalised before they become rows, by products with biases whose results have a row's width.
     plain_merger: bool = False
+    merger_size: int = 0  # numbers between the two products that make a row; 0 = those of merged patches
+    normalizes_merged: bool = False  # merged patches are normalised once more, together
     merger_eps: float | None = None  # of the norm before merging; None = norm_eps
     #: Each row of an image but the last one ends with the text model's embedding of a token.
     breaks_rows: bool = False
@@ -63,6 +69,7 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
     image_mean: tuple[float, float, float]  # per colour, after rescale_factor
     image_std: tuple[float, float, float]
     rescale_factor: float
+    scales_at_once: bool = False  # see pixel_values()
 
     @property
     def unit(self) -> int:
@@ -104,8 +111,10 @@ def grid_shapes(parts: GridParts, hidden_size: int) -> dict[str, tuple[int, ...]
                 | first
                 | product(f"{stem}.second", hidden_size, hidden_size)
             )
-        first = product(f"{stem}.first", parts.joined_size, parts.joined_size)
-        return first | product(f"{stem}.second", hidden_size, parts.joined_size)
+        inside = parts.merger_size or parts.joined_size
+        first = product(f"{stem}.first", inside, parts.joined_size)
+        together = norm(f"{stem}.norm", parts.joined_size) if parts.normalizes_merged else {}
+        return together | first | product(f"{stem}.second", hidden_size, inside)
 
     frames = (parts.frames,) if parts.frames > 1 else ()
     shapes: dict[str, tuple[int, ...]] = {"patches.weight": (width, 3, *frames, patch, patch)}

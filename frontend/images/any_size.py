@@ -4,12 +4,11 @@ Both sides become multiples of a unit, and the number of pixels stays between tw
 processors. Images are resized by Pillow's bicubic filter, on 8 bits a colour, as in transformers' Pillow backend.
 """
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from frontend.images.rules import BICUBIC, PROCESSOR_FILE, RectangleRules, check_settings, find_token
+from frontend.images.rules import BICUBIC, PROCESSOR_FILE, RectangleRules, check_settings, find_token, whole_units
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
@@ -34,18 +33,9 @@ class AnySizeImages(RectangleRules):
                 f"an image of {width} x {height} pixels is too long for this model: one side may be at most "
                 f"{_MOST_RATIO} times the other"
             )
-        unit = self.unit
-        rows, columns = round(height / unit), round(width / unit)
-        if rows * columns * unit**2 > self.most:
-            shrinks = math.sqrt(height * width / self.most)
-            rows = max(1, math.floor(height / shrinks / unit))
-            columns = max(1, math.floor(width / shrinks / unit))
-        elif rows * columns * unit**2 < self.least:
-            grows = math.sqrt(self.least / (height * width))
-            rows, columns = math.ceil(height * grows / unit), math.ceil(width * grows / unit)
-        return rows * unit, columns * unit
+        return whole_units(height, width, self.unit, self.least, self.most)
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image in the prompt."""
         return _MARK * (num_rows * num_columns)
 

@@ -4,7 +4,7 @@ Images are resized by Pillow's bilinear filter, on 8 bits a colour, as in transf
 scan", additional squares for long images, is off in the models' files, and refused if it is on.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +29,7 @@ class Gemma3Images(SquareRules):
         """Return the square of an image in RGB."""
         return Squares([self.whole(image)], 0, 0)
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image in the prompt."""
         return f"\n\n{_BEGIN}{_SOFT * self.rows_per_square}{_END}\n\n"
 

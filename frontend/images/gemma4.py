@@ -5,7 +5,7 @@ on 8 bits a colour, as in transformers' Pillow backend.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,7 +43,7 @@ class Gemma4Images(RectangleRules):
             )
         return rows * unit, columns * unit
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image in the prompt."""
         return f"{_BEGIN}{_MARK * (num_rows * num_columns)}{_END}"
 

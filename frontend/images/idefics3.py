@@ -5,11 +5,13 @@ another picture. Images are resized by Pillow's Lanczos filter, on 8 bits a colo
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from frontend.images.rules import LANCZOS, PROCESSOR_FILE, SquareRules, Squares, check_settings, find_token
+import numpy as np
+
+from frontend.images.rules import LANCZOS, PROCESSOR_FILE, SquareRules, Squares, check_settings, cut, find_token
 from ipc.errors import ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
 
@@ -37,12 +39,12 @@ class Idefics3Images(SquareRules):
         if not self.splits:
             return Squares([self.whole(image)], 0, 0)
         image = self.resized(image, *_whole_squares(*image.size, self.square))
-        pixels = self.cut(image)
+        pixels = cut(np.asarray(image, np.uint8), self.square)
         if len(pixels) == 1:
             return Squares(pixels, 0, 0)
         return Squares([*pixels, self.whole(image)], image.height // self.square, image.width // self.square)
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image with these squares in the prompt."""
         marks = _MARK * self.rows_per_square
         text = ""

@@ -13,6 +13,7 @@ from frontend.images.gemma3 import gemma3_images
 from frontend.images.gemma4 import gemma4_images
 from frontend.images.idefics3 import idefics3_images
 from frontend.images.internvl import internvl_images
+from frontend.images.lfm2_vl import lfm2_vl_images
 from frontend.images.pixtral import pixtral_images
 from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
@@ -32,6 +33,7 @@ _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str
     "Gemma3ImageProcessor": gemma3_images,
     "GotOcr2ImageProcessor": internvl_images,
     "Gemma4ImageProcessor": gemma4_images,
+    "Lfm2VlImageProcessor": lfm2_vl_images,
     "PixtralImageProcessor": pixtral_images,
     "Qwen2VLImageProcessor": any_size_images,
     "Qwen3VLImageProcessor": any_size_images,
@@ -99,12 +101,11 @@ class ImagePrompts:
                 made = self._images.of(read_pixels(found, image, name))
             del found  # frees its pixels: the next image may also be large
             squares += made.squares
-            text_of = self.rules.text_of(made.num_rows, made.num_columns)
-            written += [text_of, following]
-            each = text_of.count(self.rules.token) // len(made.squares)
+            last = made.squares[-1][1].shape
+            written += [self.rules.text_of(made.num_rows, made.num_columns, last), following]
             for _, feature in made.squares:
                 runs.append((num_tokens, self.rules.rows_of(feature.shape)))
-                num_tokens += each
+                num_tokens += self.rules.marks_of(feature.shape)
             num_tokens += following.count(self.rules.token)
             if len(squares) > MAX_SQUARES:
                 raise InvalidRequestError(

@@ -4,9 +4,12 @@ The number of squares is that of the arrangement whose shape is nearest to the i
 bicubic filter, on 8 bits a colour, as in transformers' Pillow backend.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from frontend.images.rules import (
     BICUBIC,
@@ -15,7 +18,9 @@ from frontend.images.rules import (
     Squares,
     check_settings,
     check_side,
+    cut,
     find_token,
+    nearest_grid,
 )
 from ipc.errors import ModelFileError
 from ipc.wire.feature_messages import FeatureLimits
@@ -40,28 +45,17 @@ class InternVLImages(SquareRules):
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""
         columns, rows = self.grid_of(image.width, image.height)
-        pixels = self.cut(self.resized(image, columns * self.square, rows * self.square))
+        whole = self.resized(image, columns * self.square, rows * self.square)
+        pixels = cut(np.asarray(whole, np.uint8), self.square)
         return Squares([*pixels, self.whole(image)] if len(pixels) > 1 else pixels, rows, columns)
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
-        """Return (columns, rows) of the squares that an image is divided into.
-
-        Of two arrangements whose shapes are equally near, the one with more squares is taken, if the image has more
-        than half of its pixels.
-        """
+        """Return (columns, rows) of the squares that an image is divided into."""
         every = [(c, r) for c in range(1, self.most + 1) for r in range(1, self.most + 1)]
-        every = sorted(
-            (one for one in every if self.least <= one[0] * one[1] <= self.most), key=lambda one: one[0] * one[1]
-        )
-        best, nearest = (1, 1), float("inf")
-        for columns, rows in every:
-            distance = abs(width / height - columns / rows)
-            is_larger = width * height > 0.5 * self.square * self.square * columns * rows
-            if distance < nearest or (distance == nearest and is_larger):
-                best, nearest = (columns, rows), distance
-        return best
+        grids = sorted((one for one in every if self.least <= one[0] * one[1] <= self.most), key=math.prod)
+        return nearest_grid((width, height), self.square, grids)
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image with these squares in the prompt."""
         count = num_rows * num_columns
         return _BEGIN + _MARK * (self.rows_per_square * (count + 1 if count > 1 else 1)) + _END

@@ -29,6 +29,10 @@ class PixtralImages(RectangleRules):
         """Return the number of tokens for an image of this shape, those that end its rows included."""
         return (shape[0] // self.unit) * (shape[1] // self.unit + 1) - 1
 
+    def marks_of(self, shape: Sequence[int]) -> int:
+        """Return the number of tokens for an image of this shape, without those that end its rows."""
+        return (shape[0] // self.unit) * (shape[1] // self.unit)
+
     def size_of(self, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) of the rectangle that an image becomes."""
         ratio, unit = max(height / self.longest, width / self.longest), self.unit
@@ -36,7 +40,7 @@ class PixtralImages(RectangleRules):
             height, width = max(1, math.floor(height / ratio)), max(1, math.floor(width / ratio))
         return ((height - 1) // unit + 1) * unit, ((width - 1) // unit + 1) * unit
 
-    def text_of(self, num_rows: int, num_columns: int) -> str:
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image in the prompt."""
         return _BREAK.join([_MARK * num_columns] * num_rows) + _END
 

@@ -1,5 +1,6 @@
 """ImageRules: how one kind of model receives images: as squares or rectangles of pixels, and as marks in the prompt."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,12 @@ class ImageRules(ABC):
         """Return the squares of an image in RGB. Errors: InvalidRequestError."""
 
     @abstractmethod
-    def text_of(self, num_rows: int, num_columns: int) -> str:
-        """Return the text for an image with these squares in the prompt."""
+    def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
+        """Return the text for an image with these squares in the prompt. last: shape of the last of them."""
+
+    def marks_of(self, shape: Sequence[int]) -> int:
+        """Return how many times the text for an image has `token` for a square or a rectangle of this shape."""
+        return self.rows_of(shape)
 
     def resized(self, image: "Image", width: int, height: int) -> "Image":
         """Return an image with this size."""
@@ -97,14 +102,41 @@ class SquareRules(ImageRules):
         """Return the whole image as one square."""
         return np.asarray(self.resized(image, self.square, self.square), np.uint8)
 
-    def cut(self, image: "Image") -> list[UInt8s]:
-        """Return the squares of an image that is as large as rows and columns of them, row by row."""
-        numbers, side = np.asarray(image, np.uint8), self.square
-        return [
-            np.ascontiguousarray(numbers[top : top + side, left : left + side])
-            for top in range(0, image.height, side)
-            for left in range(0, image.width, side)
-        ]
+
+def cut(pixels: UInt8s, side: int) -> list[UInt8s]:
+    """Return the squares of an image that is as large as rows and columns of them, row by row."""
+    return [
+        np.ascontiguousarray(pixels[top : top + side, left : left + side])
+        for top in range(0, pixels.shape[0], side)
+        for left in range(0, pixels.shape[1], side)
+    ]
+
+
+def nearest_grid(size: tuple[int, int], side: int, grids: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return which (columns, rows) of squares have the shape nearest to that of an image of this (width, height).
+
+    Of two that are equally near, the later one is taken, if the image has more than half of its pixels.
+    """
+    best, nearest = (1, 1), float("inf")
+    for columns, rows in grids:
+        distance = abs(size[0] / size[1] - columns / rows)
+        is_larger = size[0] * size[1] > 0.5 * side * side * columns * rows
+        if distance < nearest or (distance == nearest and is_larger):
+            best, nearest = (columns, rows), distance
+    return best
+
+
+def whole_units(height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Return (height, width) nearest to these that are multiples of unit, with least to most pixels together."""
+    rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
+    if rows * columns * unit**2 > most:
+        shrinks = math.sqrt(height * width / most)
+        rows = max(1, math.floor(height / shrinks / unit))
+        columns = max(1, math.floor(width / shrinks / unit))
+    elif rows * columns * unit**2 < least:
+        grows = math.sqrt(least / (height * width))
+        rows, columns = math.ceil(height * grows / unit), math.ceil(width * grows / unit)
+    return rows * unit, columns * unit
 
 
 def check_settings(settings: Mapping[str, Any], resample: int, **only: Any) -> None:

@@ -85,7 +85,9 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int]) -> None:
     image = noise(*size, 5)
     made, squares = processed(image), RULES.squares_of(Image.fromarray(image))
     assert len(made) == len(squares.pixels)
-    assert RULES.text_of(squares.num_rows, squares.num_columns).count("<IMG_CONTEXT>") == ROWS * len(made)
+    assert RULES.text_of(squares.num_rows, squares.num_columns, [SQUARE, SQUARE, 3]).count(
+        "<IMG_CONTEXT>"
+    ) == ROWS * len(made)
     mean = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)
     std = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
     for pixels, right in zip(squares.pixels, made, strict=True):

@@ -68,6 +68,7 @@ def read_gguf_pooled(path: Path, text: ModelConfig) -> GridParts:
         hidden_act="gelu_pytorch_tanh",
         is_gated=True,
         patch_bias=False,
+        colours_last=True,
         rope_theta=100.0,
         pooled=PooledParts(
             num_key_value_heads=max(1, rows // max(1, head_dim)),

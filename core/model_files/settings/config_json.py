@@ -30,6 +30,7 @@ from core.model_files.settings.pixtral_settings import read_pixtral
 from core.model_files.settings.pooled_settings import read_pooled
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
 from core.model_files.settings.rope_scaling import read_rope_scaling
+from core.model_files.settings.siglip2_settings import read_siglip2
 from core.model_files.settings.text_part import text_part
 from core.model_files.settings.values import Values, model_sizes
 from core.model_files.settings.vision_settings import read_vision, text_values, vision_architecture
@@ -149,6 +150,8 @@ def _grid_config(folder: Path, values: Values, row: GridArchitecture) -> ModelCo
     if row.form == "pixtral":
         parts = read_pixtral(values, vision, _processor(folder), config, plain_merger=row.plain_merger)
         return msgspec.structs.replace(config, vision=parts)
+    if row.form == "siglip2":
+        return msgspec.structs.replace(config, vision=read_siglip2(values, vision, _processor(folder)))
     parts, axes = read_grid(vision, _processor(folder), row, config), rope_axes(rope, row, config, text)
     return msgspec.structs.replace(config, vision=parts, rope_axes=axes)
 

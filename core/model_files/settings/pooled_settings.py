@@ -35,6 +35,7 @@ def read_pooled(vision: Values, processor: Values, text: ModelConfig, *, sees_wh
         hidden_act="gelu_pytorch_tanh",
         is_gated=True,
         patch_bias=False,
+        colours_last=True,
         rope_theta=_theta(vision),
         pooled=PooledParts(
             num_key_value_heads=vision.integer("num_key_value_heads"),

@@ -20,6 +20,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM",),
+    "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM",),
 }
 #: The first configs of these have the text settings among the others, not in text_config.
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")

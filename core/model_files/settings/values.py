@@ -93,6 +93,11 @@ _RANGES: dict[str, tuple[int, int]] = {
     "num_position_embeddings": (1, 2**20),
     "max_soft_tokens": (1, 2**12),
     "pooling_kernel_size": (1, 2**6),
+    "downsample_factor": (1, 2**6),
+    "projector_hidden_size": (1, 2**20),
+    "num_patches": (1, 2**20),
+    "max_image_tokens": (1, 2**14),
+    "tile_size": (1, 2**12),
     "position_embedding_size": (1, 2**20),
 }
 

@@ -58,7 +58,7 @@ def open_vision(
     names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
     is_others = (lambda name: grid_name(name) is None) if is_grid else is_unused
     unused = re.compile("|".join(re.escape(name) for name in files if is_others(name)))
-    if isinstance(parts, GridParts) and parts.pooled is not None:
+    if isinstance(parts, GridParts) and parts.colours_last:
         shapes["patches.weight"] = parts.hidden_size, parts.patch_numbers
         return _by_colour(load_tensors(source, names, shapes, unused, dtype), dtype)
     weights = load_tensors(source, names, shapes, unused, dtype)

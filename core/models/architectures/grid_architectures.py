@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 import msgspec
 
-#: Encoders of Qwen's models, that of Gemma 4 (PooledParts), and Pixtral's, which ends rows of an image.
-GridForm = Literal["qwen", "pooled", "pixtral"]
+#: Encoders of Qwen's models, that of Gemma 4 (PooledParts), Pixtral's, which ends rows of an image, and SigLIP 2's.
+GridForm = Literal["qwen", "pooled", "pixtral", "siglip2"]
 
 
 class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,11 +134,26 @@ GRID_ROWS = (
         is_gated=True,
         plain_merger=True,
     ),
+    GridArchitecture(
+        names=("Lfm2VlForConditionalGeneration",),
+        gguf="",
+        form="siglip2",
+        defaults={
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "patch_size": 16,
+            "num_patches": 256,
+        },
+    ),
 )
 #: By name in config.json's architectures.
 GRID_ARCHITECTURES = {name: row for row in GRID_ROWS for name in row.names}
 
-_VISION = re.compile(r"(model\.)?(visual\.|vision_tower\.|multi_modal_projector\.|(?=embed_vision\.))")
+_TOWER = r"vision_tower\.(?:vision_model\.)?|multi_modal_projector\.|(?=embed_vision\.)"
+_VISION = re.compile(rf"(model\.)?(visual\.|{_TOWER})")
+_UNUSED = "head."  # SigLIP's own pooling
 #: Parts of names in safetensors -> ours, in this order.
 _PARTS = (
     ("patch_embed.proj.", "patches."),
@@ -164,6 +179,16 @@ _PARTS = (
     (".linear_fc2.", ".second."),
 )
 _TOWER_PARTS = (
+    ("embeddings.patch_embedding.", "patches."),
+    ("embeddings.position_embedding.", "positions."),
+    ("post_layernorm.", "norm."),
+    (".layer_norm1.", ".attention_norm."),
+    (".layer_norm2.", ".mlp_norm."),
+    *((f".self_attn.{name}_proj.{kind}", f".{name}.{kind}") for name in "qkv" for kind in ("weight", "bias")),
+    (".self_attn.out_proj.", ".o."),
+    (".mlp.fc1.", ".up."),
+    (".mlp.fc2.", ".down."),
+    ("layer_norm.", "merger.norm."),
     ("patch_embedder.input_proj.", "patches."),
     ("patch_embedder.position_embedding_table", "positions.weight"),
     ("encoder.layers.", "layers."),
@@ -185,7 +210,7 @@ _TOWER_PARTS = (
 
 def grid_name(name: str) -> str | None:
     """Return the name in grid_shapes() for a weight's name in safetensors, or None for the text model's weights."""
-    if not (found := _VISION.match(name)):
+    if not (found := _VISION.match(name)) or name[found.end() :].startswith(_UNUSED):
         return None
     ours = name[found.end() :]
     for theirs, own in _PARTS if found[2] == "visual." else _TOWER_PARTS:
