@@ -37,6 +37,7 @@ from tools.lab.bench.quiet import wait_until_quiet
 from tools.lab.bench.restart import measure_restart
 from tools.lab.bench.route import measure_route
 from tools.lab.bench.runs import Bench, Run
+from tools.lab.bench.second_turn import measure_second_turn
 from tools.lab.bench.speculation import measure_speculation
 from tools.lab.bench.startup import MeasuredStartup, kernel_cache, measure_cleanly
 from tools.lab.bench.startup_parts import Parts, has_parts, measure_parts
@@ -79,6 +80,7 @@ DEFAULTS = {
     "swap-in": [],
     "forecast-error": [],
     "weights-update": [],
+    "second-turn": [],
     "images": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype.
@@ -109,6 +111,7 @@ _IN_ROUNDS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "pinned-session": measure_pinned_session,
     "swap-in": measure_swap_in,
     "weights-update": measure_weights_update,
+    "second-turn": measure_second_turn,
 }
 HOST = "host256"  # runs on a separate engine, with the tiny model
 
