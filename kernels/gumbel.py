@@ -14,6 +14,8 @@ separately, so that all give the same bits:
     noise = -ln(-ln(1 - v)), from -3.6 to 34; see ln()
 """
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -80,14 +82,15 @@ def _words(seed: UInt64s, position: Ints, choice: Ints, purpose: int, lanes: Int
     return philox4x32(seed.repeat(lanes.shape[1]), counter.reshape(-1, 4)).reshape(counter.shape)
 
 
-def _bounds() -> tuple[Doubles, Doubles]:
-    """Return the smallest and the largest noise [2 ** 16] of tokens with these high bits."""
+@functools.cache
+def noise_bounds() -> tuple[Doubles, Doubles]:
+    """Return the smallest and the largest noise [2 ** 16] of tokens with these high bits.
+
+    Only samplers without the C kernel need them, and they take longer than this module's import.
+    """
     high = np.arange(_NUM_HIGH)
     margin = 1e-9  # far more than the errors of ln()
     return gumbel(high, np.array(2**32 - 1)) - margin, gumbel(high, np.array(0)) + margin
-
-
-LEAST_NOISE, MOST_NOISE = _bounds()
 
 
 # Philox4x32-10, a counter-based random generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").

@@ -14,7 +14,7 @@ from core.sampling.filters import Candidates, Filters, leading, left, weights_ab
 from core.sampling.logit_edits import apply_edits, largest_after
 from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
-from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
+from kernels.gumbel import high_bits, noise, noise_bounds
 
 #: The edits for a batch without options that change logits.
 NO_EDITS: tuple[Edit, ...] = ()
@@ -144,8 +144,9 @@ def _draw_from_all(scaled: Floats, maximum: Floats, rows: Rows, inputs: Sampling
     """Return the tokens [n]. The full noise is only computed for tokens that can win by their high bits."""
     scaled[weights_above_min_p(scaled, maximum, inputs.min_p[rows]) == 0] = -np.inf
     high = high_bits(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], scaled.shape[1])
-    enough = (scaled + LEAST_NOISE[high]).max(-1, keepdims=True)
-    can_win = scaled + MOST_NOISE[high] >= enough
+    least, most = noise_bounds()
+    enough = (scaled + least[high]).max(-1, keepdims=True)
+    can_win = scaled + most[high] >= enough
     count = int(can_win.sum(-1).max())
     ids = np.argsort(~can_win, axis=-1, kind="stable")[:, :count]  # those that can, in order, then others
     return _winners(np.take_along_axis(scaled, ids, -1), ids, rows, inputs)

@@ -60,7 +60,7 @@ class CpuKVCache(KVCache):
         self.shape = CacheShape(*sizes, element, is_quantized, token_bytes, self.num_sides, self.value_dim, block_bytes)
 
     def within(self, num_kv_heads: int, head_dim: int, places: Sequence[tuple[int, int]]) -> "CpuKVCache":
-        """Return a cache of layers with other heads, in this one's memory.
+        """Return a cache of layers with other heads, in this one's memory, in which nothing has been written yet.
 
         places: of each layer, its array, and the place of its block behind the first one of a page: so many blocks of
         its own size further. Its tables have the numbers of pages' first blocks (core/models/layers/cache_pages.py).
@@ -80,8 +80,6 @@ class CpuKVCache(KVCache):
             count = (numbers.nbytes - own) // step + 1
             layers.append(np.lib.stride_tricks.as_strided(numbers, (count, *shape), (step, *inner)))
         other.layers = layers
-        for layer in layers:
-            layer[:1] = 0
         return other
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 from kernels.arrays import Int32s
 from kernels.elements import Dtype, Numbers
 from kernels.memory.huge_pages import give_back_pages, want_huge_pages
-from kernels.memory.shared_file import host_empty
+from kernels.memory.shared_file import host_zeros
 
 
 def bytes_per_block(
@@ -62,13 +62,11 @@ class KVCache:
                 f"the KV cache of {num_blocks} blocks of {block_size} tokens needs {size} bytes "
                 f"in {num_layers} layers, which cannot be allocated: {error}"
             ) from error
-        for layer in self.layers:
-            layer[0] = 0
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[Any]:
-        """Return an array of this shape for each layer. Errors: MemoryError, RuntimeError."""
+        """Return an array of this shape for each layer, with zeros in block 0. Errors: MemoryError, RuntimeError."""
         # one array for all layers, because only whole huge pages count
-        whole = host_empty((num_layers, *shape), self.dtype)
+        whole = host_zeros((num_layers, *shape), self.dtype)
         want_huge_pages(whole)
         self.memory = list(whole)
         return self.memory
@@ -76,11 +74,9 @@ class KVCache:
     def share(self, places: Sequence[tuple[int, int]]) -> None:
         """Let more layers use these arrays, each with its array and first block (core/models/layers/cache_pages.py).
 
-        Block 0 of every layer holds zeros.
+        Call this before anything is written: then block 0 of every layer holds zeros.
         """
         self.layers = [self.memory[array][first:] for array, first in places]
-        for layer in self.layers:
-            layer[:1] = 0
 
     def release(self) -> None:
         """Give the memory of all blocks back to the system, until they are written again. What was in them is lost."""

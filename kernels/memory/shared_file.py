@@ -1,6 +1,6 @@
 """SharedFile: arrays in a memory file that two processes map: one computes with them, the other copies blocks of them.
 
-While SharedFile.arrays() is in use, host_empty() makes its arrays there.
+While SharedFile.arrays() is in use, host_zeros() makes its arrays there.
 """
 
 import mmap
@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels.arrays import Ints
 from kernels.elements import Dtype, Numbers
-from kernels.memory.aligned import aligned_empty
+from kernels.memory.aligned import aligned_zeros
 
 _HEAD_BYTES = mmap.PAGESIZE  # before the first array: a count
 
@@ -60,7 +60,7 @@ class SharedFile:
 
     @contextmanager
     def arrays(self) -> Iterator[None]:
-        """Let host_empty() make its arrays in this file."""
+        """Let host_zeros() make its arrays in this file."""
         token = _file.set(self)
         try:
             yield
@@ -95,10 +95,10 @@ def arrays_of(fd: int, places: list[SharedArray]) -> list[Numbers]:
 _file: ContextVar[SharedFile | None] = ContextVar("file", default=None)
 
 
-def host_empty(shape: tuple[int, ...], dtype: Dtype) -> Numbers:
-    """Return a contiguous array of undefined content, for blocks or states, at a multiple of 64 bytes.
+def host_zeros(shape: tuple[int, ...], dtype: Dtype) -> Numbers:
+    """Return a contiguous array of zeros, for blocks or states, at a multiple of 64 bytes.
 
     Errors: MemoryError.
     """
     file = _file.get()
-    return aligned_empty(shape, dtype) if file is None else file.empty(shape, dtype)
+    return aligned_zeros(shape, dtype) if file is None else file.empty(shape, dtype)

@@ -2,7 +2,7 @@
 
 from kernels.arrays import Floats
 from kernels.elements import FLOAT32
-from kernels.memory.shared_file import host_empty
+from kernels.memory.shared_file import host_zeros
 
 
 def allocate_states(num_rows: int, size: int) -> Floats:
@@ -12,7 +12,7 @@ def allocate_states(num_rows: int, size: int) -> Floats:
     Errors: MemoryError with the sizes.
     """
     try:
-        return host_empty((num_rows, size), FLOAT32)
+        return host_zeros((num_rows, size), FLOAT32)
     except MemoryError as error:
         raise MemoryError(
             f"the recurrent states of {num_rows} rows need {num_rows * size * 4} bytes: {error}"

@@ -61,8 +61,12 @@ class TritonKVCache(KVCache):
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
         if self._pinned:  # one tensor for all layers, because torch rounds each tensor up to a power of two of bytes
-            return torch.empty((num_layers, *shape), dtype=self._stored, pin_memory=True).unbind()
-        return [torch.empty(shape, dtype=self._stored, device=self._device) for _ in range(num_layers)]
+            layers = [*torch.empty((num_layers, *shape), dtype=self._stored, pin_memory=True).unbind()]
+        else:
+            layers = [torch.empty(shape, dtype=self._stored, device=self._device) for _ in range(num_layers)]
+        for layer in layers:
+            layer[0] = 0
+        return layers
 
     @property
     def layout(self) -> str:

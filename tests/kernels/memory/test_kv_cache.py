@@ -34,6 +34,18 @@ def test_blocks_are_copied_in_all_layers():
         assert np.array_equal(theirs[[1, 2]], mine[[4, 1]])
 
 
+def test_a_new_cache_has_no_page_of_its_own():
+    """Not even for the null block: with huge pages, a page of each of 500 layers would be a gigabyte."""
+    before = _resident_pages()
+    cache = KVCache(500, 64, 16, 4, head_dim=64, dtype=BFLOAT16)  # 500 MiB
+    assert _resident_pages() - before < 200
+    assert not cache.layers[-1][0].any()
+
+
+def _resident_pages() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
 def test_untouched_memory_is_not_resident():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
     cache = KVCache(4, 4096, 16, 4, head_dim=64, dtype=FLOAT32)  # 512 MiB

@@ -40,7 +40,7 @@ from tools.lab.bench.quiet import cpu_use, foreign_cpu
 from tools.lab.bench.workloads import HOST_ID_SPAN, ID_LOW
 
 SHAPE: Shape = FOUR_B
-_SESSION, _TURN = 2048, 32  # tokens of the conversation, and of its next turn
+_SESSION, _TURN = 1024, 32  # tokens of the conversation, and of its next turn
 _STREAMS = 2
 _ALONE_S, _AFTER_S = 3.0, 1.0  # how long streams are watched before and after a load
 _LIMIT_S = 900.0
