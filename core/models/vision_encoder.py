@@ -116,8 +116,9 @@ class VisionEncoder:
         return self._operations.linear(connector, out_dtype=FLOAT32)
 
     def _norm(self, files: WeightParts, name: str) -> CpuNorm:
-        weight, bias = files.take(f"{name}.weight"), files.take(f"{name}.bias")
-        return CpuNorm(self._library, weight, self.parts.layer_norm_eps, self._dtype, bias=bias, is_centred=True)
+        weight, is_centred = files.take(f"{name}.weight"), name == "norm" or not self.parts.rms_norms
+        bias, eps = files.take(f"{name}.bias") if is_centred else None, self.parts.layer_norm_eps
+        return CpuNorm(self._library, weight, eps, self._dtype, bias=bias, is_centred=is_centred)
 
     def _layer(self, files: WeightParts, stem: str) -> LayerParts:
         parts, operations = self.parts, self._operations
@@ -133,11 +134,17 @@ class VisionEncoder:
             return operations.linear(weight, bias, activation=parts.hidden_act if activates else None)
 
         before, mlp_norm = self._norm(files, f"{stem}attention_norm"), self._norm(files, f"{stem}mlp_norm")
+        norms = None
+        if parts.qk_norms:
+            norms = files.take(f"{stem}q_norm.weight", f"{stem}k_norm.weight")
+            norms = np.ascontiguousarray(norms.reshape(2 * parts.num_attention_heads, -1))
         qkv, o = product("q", "k", "v"), product("o", scale="attention")
         return LayerParts(
             input_norm=before,
             qkv=qkv,
-            mix=AttentionParts(None, (parts.hidden_size // parts.num_attention_heads) ** -0.5),
+            mix=AttentionParts(
+                norms, (parts.hidden_size // parts.num_attention_heads) ** -0.5, norms_of_rows=parts.qk_norms
+            ),
             o=o,
             attention_out_norm=None,
             mlp_norm=mlp_norm,

@@ -32,6 +32,8 @@ class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
     first_token: bool = False
     branch_scales: bool = False  # what attention and MLP add is multiplied, number by number
     qkv_bias: bool = True
+    rms_norms: bool = False  # before attention and MLP, in place of layer normalisations
+    qk_norms: bool = False  # Q's heads are normalised together, and so are K's, by RMS norms
     final_norm: bool = True  # after the last layer
 
     @property
@@ -68,7 +70,8 @@ def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, 
     for layer in range(parts.num_hidden_layers):
         stem = f"layers.{layer}."
         for name in ("attention_norm", "mlp_norm"):
-            shapes |= {f"{stem}{name}.weight": (width,), f"{stem}{name}.bias": (width,)}
+            shapes |= {f"{stem}{name}.{kind}": (width,) for kind in ("weight", "bias")[: 2 - parts.rms_norms]}
+        shapes |= {f"{stem}{name}_norm.weight": (width,) for name in "qk" if parts.qk_norms}
         products = {"q": (width, width), "k": (width, width), "v": (width, width), "o": (width, width)}
         products |= {"up": (inner, width), "down": (width, inner)}
         for name, shape in products.items():

@@ -130,8 +130,9 @@ def test_a_chat_with_the_text_of_internvl_3_5(folders: dict[str, Path]) -> None:
 
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("vision_feature_layer", -2, UnsupportedModelError, "vision_feature_layer=-2 is not supported; only -1 is"),
-    ("vision_config.use_qk_norm", True, UnsupportedModelError, "use_qk_norm=True is not supported; only False is"),
-    ("vision_config.norm_type", "rms_norm", UnsupportedModelError, "norm_type"),
+    ("vision_config.use_mask_token", True, UnsupportedModelError, "use_mask_token=True is not supported; only False"),
+    ("vision_config.norm_type", "group_norm", UnsupportedModelError, "norm_type='group_norm' is not supported"),
+    ("vision_config.layer_norm_eps", 1e-5, UnsupportedModelError, "layer_norm_eps=1e-05 is not supported; only 1e-06"),
     ("vision_config.hidden_size", 33, ModelFileError, "hidden_size must be a multiple of num_attention_heads=2"),
     ("downsample_ratio", 0.3, ModelFileError, "downsample_ratio must divide the 8 patches of a side"),
 ]
@@ -141,7 +142,7 @@ WRONG: list[tuple[str, Any, type[Exception], str]] = [
 def test_what_is_not_read_is_refused_by_name(
     name: str, value: Any, error: type[Exception], text: str, tmp_path: Path
 ) -> None:
-    tiny_model("internvl3").config.save_pretrained(tmp_path)
+    tiny_model("internvl3-6b").config.save_pretrained(tmp_path)
     set_setting(tmp_path, ["architectures"], ["InternVLForConditionalGeneration"])
     set_setting(tmp_path, name.split("."), value)
     with pytest.raises(error, match=text):

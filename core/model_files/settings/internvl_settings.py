@@ -18,9 +18,8 @@ _DEFAULTS: dict[str, Any] = {
 }
 #: Settings of the whole model, and of vision_config, of which only one value is supported, or none given.
 _ONLY = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default", "projector_hidden_act": "gelu"}
+_EPS = 1e-6  # of norms of Q and K, which no setting changes
 _VISION_ONLY = {
-    "use_qk_norm": False,
-    "norm_type": "layer_norm",
     "hidden_act": "gelu",
     "use_mask_token": False,
     "use_absolute_position_embeddings": True,
@@ -45,6 +44,11 @@ def read_internvl(values: Values, processor: Values, row: VisionArchitecture) ->
         name: vision.integer(name) for name in ("hidden_size", "intermediate_size", "num_hidden_layers")
     }
     heads = encoder_heads(vision)
+    qk_norms, eps = vision.boolean("use_qk_norm"), vision.number("layer_norm_eps", 0.0, 1.0, _EPS)
+    if vision.get("norm_type") not in (None, "layer_norm", "rms_norm"):
+        vision.refuse("norm_type", "'layer_norm' and 'rms_norm' are")
+    if qk_norms and eps != _EPS:
+        vision.refuse("layer_norm_eps", f"only {_EPS:g} is, with use_qk_norm=true")
     image, patch = _side(vision, "image_size"), _side(vision, "patch_size")
     factor = 1 / values.number("downsample_ratio", 1e-2, 1.0, 0.5)
     if not math.isclose(factor, round(factor)) or image % (patch * round(factor)):
@@ -54,7 +58,7 @@ def read_internvl(values: Values, processor: Values, row: VisionArchitecture) ->
         num_attention_heads=heads,
         image_size=image,
         patch_size=patch,
-        layer_norm_eps=vision.number("layer_norm_eps", 0.0, 1.0, 1e-6),
+        layer_norm_eps=eps,
         hidden_act="gelu",
         scale_factor=round(factor),
         join=row.join,
@@ -66,6 +70,8 @@ def read_internvl(values: Values, processor: Values, row: VisionArchitecture) ->
         first_token=True,
         branch_scales=True,
         qkv_bias=vision.boolean("attention_bias"),
+        rms_norms=vision.get("norm_type") == "rms_norm",
+        qk_norms=qk_norms,
         final_norm=False,
     )
 

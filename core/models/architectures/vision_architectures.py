@@ -88,6 +88,7 @@ _PARTS = (
     (".layernorm_before.", ".attention_norm."),
     (".layernorm_after.", ".mlp_norm."),
     *((f".attention.{name}_proj.", f".{name}.") for name in "qkv"),
+    *((f".attention.{name}_norm.", f".{name}_norm.") for name in "qk"),
     (".attention.projection_layer.", ".o."),
     (".lambda_1", ".attention_scale.weight"),
     (".lambda_2", ".mlp_scale.weight"),

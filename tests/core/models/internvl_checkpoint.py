@@ -23,6 +23,7 @@ TEMPLATE = (
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl3": ("qwen2", {}, {"attention_bias": True}),
     "internvl3.5": ("qwen3", {"head_dim": 16}, {"attention_bias": False}),
+    "internvl3-6b": ("qwen2", {}, {"attention_bias": False, "use_qk_norm": True, "norm_type": "rms_norm"}),
 }
 
 
