@@ -18,6 +18,7 @@ from core.models.llama import Llama
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
 from ipc.errors import ConfigError
+from ipc.options.config import KVCacheDtype
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.torch.group import DeviceGroup
 from tests.core.executors.test_cuda_architectures import VOCAB, OnDevice, logits, shape_config
@@ -107,19 +108,20 @@ def config_of(kind: str) -> ModelConfig:
     return msgspec.structs.replace(base, num_hidden_layers=1, **MODELS[kind])
 
 
-def model(config: ModelConfig, dtype: Dtype, rank: Rank | None = None) -> Llama:
-    return device_model(config, random_weights(config, dtype), dtype, DEVICE, rank=rank)
+def model(config: ModelConfig, dtype: Dtype, rank: Rank | None = None, stored: KVCacheDtype = "auto") -> Llama:
+    weights = random_weights(config, dtype)
+    return device_model(config, weights, dtype, DEVICE, rank=rank, kv_cache_dtype=stored)
 
 
-def check(kind: str, dtype: Dtype, sizes: Sequence[int]) -> None:
+def check(kind: str, dtype: Dtype, sizes: Sequence[int], stored: KVCacheDtype = "auto") -> None:
     config = config_of(kind)
-    whole = model(config, dtype)
+    whole = model(config, dtype, stored=stored)
     expected = logits(OnDevice(whole))
     assert expected.isfinite().all()
     for size in sizes:
 
         def run(rank: Rank) -> tuple[str, torch.Tensor, int]:
-            own = model(config, dtype, rank)
+            own = model(config, dtype, rank, stored)
             return own.variant, logits(OnDevice(own)), own.bytes_per_block(16)
 
         for variant, found, num_bytes in by_ranks(size, run):
@@ -135,11 +137,18 @@ def test_every_bit_is_that_of_one_device(kind: str, dtype: Dtype, sizes: Sequenc
     check(kind, dtype, sizes)
 
 
+@pytest.mark.parametrize(("kind", "dtype", "stored"), [("llama", BFLOAT16, "fp8"), ("gates", FLOAT32, "int8")])
+def test_every_bit_with_a_cache_in_8_bits(kind: str, dtype: Dtype, stored: KVCacheDtype) -> None:
+    """A rank stores the heads that it has, each with a scale of its own."""
+    check(kind, dtype, (2,), stored)
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("stored", ["auto", "int8", "fp8"])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_bit_at_any_size(kind: str, dtype: Dtype) -> None:
-    check(kind, dtype, range(1, 7))
+def test_every_bit_at_any_size(kind: str, dtype: Dtype, stored: KVCacheDtype) -> None:
+    check(kind, dtype, range(1, 7), stored)
 
 
 def test_columns_are_gathered_and_rows_are_joined() -> None:

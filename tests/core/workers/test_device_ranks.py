@@ -48,15 +48,19 @@ def of_ranks(
 
 
 def test_every_bit_is_that_of_one_gpu(shallow: str) -> None:
-    """Sampled tokens, log probabilities and edits, with blocks that are swapped, and what is measured at the start."""
-    alone = of_ranks(shallow, 1)
+    """Sampled tokens, log probabilities and edits, with blocks in 8 bits that are swapped, and what is measured at the
+    start."""
+    alone = of_ranks(shallow, 1, kv_cache_dtype="int8")
     assert len(alone[1]) == 5
-    assert of_ranks(shallow, 2) == alone
+    assert of_ranks(shallow, 2, kv_cache_dtype="int8") == alone
+
+
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}])
+@pytest.mark.parametrize("options", [{}, DRAFTS, {"kv_cache_dtype": "fp8"}])
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, options: dict[str, Any]) -> None:
     alone = of_ranks(folder, 1, max_tokens=24, **options)
