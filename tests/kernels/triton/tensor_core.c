@@ -10,8 +10,6 @@ exponent -108 - fraction. See arXiv 2511.10909, which measured this. A float32 p
 #include <stdlib.h>
 #include <string.h>
 
-enum { BITS = 10 };
-
 static float float_of(uint16_t code, int is_bfloat16) {
     if (is_bfloat16) {
         uint32_t bits = (uint32_t)code << 16;
@@ -25,90 +23,94 @@ static float float_of(uint16_t code, int is_bfloat16) {
     return code >> 15 ? -size : size;
 }
 
-enum { FAR = -1000 }; /* the exponent of a factor that is 0: its product is never the largest */
+enum { FAR = -1000, LANES = 16 }; /* the exponent of 0: such a number or product is never the largest */
 
-/* Split a finite number into significand * 2 ** (exponent - bits). least: the exponent of subnormal numbers. */
-static int32_t significand_of(float number, int bits, int least, int32_t *exponent) {
-    int power;
-    float fraction = frexpf(number, &power);
-    if (fraction == 0) {
-        *exponent = FAR;
-        return 0;
-    }
-    int shift = power - 1 < least ? power - 1 - least : 0;
-    *exponent = power - 1 - shift;
-    return (int32_t)ldexpf(fraction, bits + 1 + shift);
+/* 2 ** power, a normal number */
+static inline double power_of_two(int64_t power) {
+    int64_t bits = (power + 1023) << 52;
+    double number;
+    memcpy(&number, &bits, sizeof number);
+    return number;
 }
 
-/* The accumulator: significand * 2 ** (exponent - 23). */
-static int32_t split(float number, int32_t *exponent) {
-    uint32_t bits;
+/* The exponent of a number. least: that of subnormal numbers. */
+static inline int32_t exponent_of(float number, int least) {
+    int32_t bits, power;
     memcpy(&bits, &number, sizeof bits);
-    int32_t power = bits >> 23 & 255, size = bits & 0x7fffff;
-    *exponent = (power ? power : 1) - 127;
-    size |= power ? 0x800000 : 0;
-    return bits >> 31 ? -size : size;
+    power = (bits >> 23 & 255) - 127;
+    return (bits & 0x7fffffff) == 0 ? FAR : power > least ? power : least;
 }
 
-static inline int32_t shifted(int32_t number, int left, int by) { /* the bits that fall out at the right are dropped */
-    int32_t sign = number >> 31, size = ((number ^ sign) - sign) << left >> (by < 31 ? by : 31);
-    return (size ^ sign) - sign;
+/* sum towards zero, as a float32 times 2 ** power; 0 is never -0 */
+static inline float cut(double sum, int64_t power) {
+    sum += 0.0;
+    int64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    bits &= ~((INT64_C(1) << 29) - 1); /* of 53 bits 24 are left */
+    memcpy(&sum, &bits, sizeof bits);
+    const double number = sum * power_of_two(power), subnormal = trunc(number * 0x1p149) * 0x1p-149;
+    return (float)(fabs(number) < 0x1p-126 ? subnormal : number);
 }
 
-static float cut(int64_t sum, int exponent) { /* sum * 2 ** exponent towards zero; never -0 */
-    if (sum == 0) return 0;
-    int64_t size = sum < 0 ? -sum : sum;
-    int drop = 64 - __builtin_clzll((unsigned long long)size) - 24;
-    if (exponent + drop < -149) drop = -149 - exponent; /* subnormal */
-    size = drop < 0 ? size << -drop : drop < 63 ? size >> drop : 0;
-    int power = exponent + drop + 127 + 23;
-    float number;
-    if (power > 0 && power < 255 && size >> 23 == 1) {
-        uint32_t bits = (uint32_t)power << 23 | (size & 0x7fffff);
-        memcpy(&number, &bits, sizeof number);
-    } else number = ldexpf((float)size, exponent + drop);
-    return sum < 0 ? -number : number;
+/* Not unrolled, so that the compiler makes vectors of it. */
+#define EACH_LANE _Pragma("GCC unroll 1") for (int i = 0; i < LANES; i++)
+
+/* Add to the totals of LANES columns. a [depth] and b [depth, LANES]: numbers and their exponents. All that is added is
+ * a whole number under 2 ** 53, so the order does not matter, and doubles are exact. */
+static void add_groups(float *totals, const double *a, const int32_t *a_exponents, const double *b,
+                       const int32_t *b_exponents, int depth, int group, int fraction) {
+    for (int first = 0; first < depth; first += group) {
+        int32_t most[LANES];
+        double sums[LANES], scales[LANES];
+        EACH_LANE {
+            const int32_t own = exponent_of(totals[i], -126), least = -108 - fraction;
+            most[i] = own > least ? own : least;
+        }
+        for (int k = first; k < first + group; k++)
+            EACH_LANE {
+                const int32_t exponent = a_exponents[k] + b_exponents[k * LANES + i];
+                most[i] = exponent > most[i] ? exponent : most[i];
+            }
+        EACH_LANE scales[i] = power_of_two(fraction - most[i]);
+        EACH_LANE sums[i] = trunc(totals[i] * scales[i]);
+        for (int k = first; k < first + group; k++)
+            EACH_LANE sums[i] += trunc(a[k] * b[k * LANES + i] * scales[i]);
+        EACH_LANE totals[i] = cut(sums[i], most[i] - fraction);
+    }
 }
 
-static float group_sum(float total, const int32_t *a, const int32_t *a_exponents, const int32_t *b,
-                       const int32_t *b_exponents, int group, int fraction) {
-    int32_t own, most = -108 - fraction, sum = split(total, &own), exponents[16];
-    if (sum) most = own > most ? own : most;
-    for (int k = 0; k < group; k++) exponents[k] = a_exponents[k] + b_exponents[k];
-    for (int k = 0; k < group; k++) most = exponents[k] > most ? exponents[k] : most;
-    int64_t all = sum ? shifted(sum, fraction - 23, most - own) : 0;
-    for (int k = 0; k < group; k++) all += shifted(a[k] * b[k], fraction - 2 * BITS, most - exponents[k]);
-    return cut(all, most - fraction);
+static void take(uint16_t code, int is_bfloat16, double *number, int32_t *exponent) {
+    const float given = float_of(code, is_bfloat16);
+    *number = given;
+    *exponent = exponent_of(given, is_bfloat16 ? -126 : -14);
 }
 
 /* a [rows, depth], b [depth, columns] -> out = sums + a b [rows, columns]. */
 void tensor_core(const uint16_t *a, const uint16_t *b, const float *sums, float *out, int rows, int depth, int columns,
                  int is_bfloat16, int group, int fraction) {
-    int least = is_bfloat16 ? -126 : -14;
-    size_t left = (size_t)rows * depth, right = (size_t)depth * columns;
-    int32_t *numbers = calloc(2 * (left + right), sizeof(int32_t)), *exponents = numbers + left + right;
-    char *is_finite = malloc((size_t)rows + columns);
-    memset(is_finite, 1, (size_t)rows + columns);
-    for (size_t i = 0; i < left + right; i++) { /* those of b transposed */
-        size_t k = (i - left) % depth, place = i < left ? i / depth : rows + (i - left) / depth;
-        float number = float_of(i < left ? a[i] : b[k * columns + (i - left) / depth], is_bfloat16);
-        if (!isfinite(number)) is_finite[place] = 0;
-        else numbers[i] = significand_of(number, BITS, least, &exponents[i]);
-    }
-    for (int row = 0; row < rows; row++)
-        for (int column = 0; column < columns; column++) {
-            float total = sums[row * columns + column];
-            size_t mine = (size_t)row * depth, theirs = left + (size_t)column * depth;
-            for (int first = 0; first < depth; first += group)
-                if (is_finite[row] && is_finite[rows + column] && isfinite(total))
-                    total = group_sum(total, numbers + mine + first, exponents + mine + first, numbers + theirs + first,
-                                      exponents + theirs + first, group, fraction);
-                else
-                    for (int k = first; k < first + group; k++)
-                        total += float_of(a[row * depth + k], is_bfloat16) * float_of(b[k * columns + column], is_bfloat16);
-            out[row * columns + column] = total;
+    const size_t left = (size_t)rows * depth, right = (size_t)depth * LANES;
+    double *numbers = calloc(left + right, sizeof(double)), *theirs = numbers + left;
+    int32_t *exponents = calloc(left + right, sizeof(int32_t)), *their_exponents = exponents + left;
+    for (size_t i = 0; i < left; i++) take(a[i], is_bfloat16, &numbers[i], &exponents[i]);
+    for (int first = 0; first < columns; first += LANES) {
+        const int count = columns - first < LANES ? columns - first : LANES;
+        for (size_t k = 0; k < (size_t)depth; k++)
+            for (int i = 0; i < count; i++)
+                take(b[k * columns + first + i], is_bfloat16, &theirs[k * LANES + i], &their_exponents[k * LANES + i]);
+        for (size_t row = 0; row < (size_t)rows; row++) {
+            float totals[LANES] = {0};
+            memcpy(totals, sums + row * columns + first, sizeof(float) * count);
+            add_groups(totals, numbers + row * depth, exponents + row * depth, theirs, their_exponents, depth, group,
+                       fraction);
+            memcpy(out + row * columns + first, totals, sizeof(float) * count);
         }
-    free(numbers), free(is_finite);
+    }
+    free(numbers), free(exponents);
+}
+
+/* out = a * b + c, rounded once. */
+void multiply_add(const float *a, const float *b, const float *c, float *out, int count) {
+    for (int i = 0; i < count; i++) out[i] = fmaf(a[i], b[i], c[i]);
 }
 
 void chain(const float *a, const float *b, const float *sums, float *out, int rows, int depth, int columns) {

@@ -33,7 +33,14 @@ def _library() -> ctypes.CDLL:
     """Built once in each process; a program for this CPU alone."""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "tensor_core.so"
-        command = [*os.environ.get("CC", "cc").split(), "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"]
+        command = [
+            *os.environ.get("CC", "cc").split(),
+            "-O3",
+            "-march=native",
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+        ]
         subprocess.run([*command, "-fPIC", "-shared", "-o", target, _SOURCE, "-lm"], check=True, timeout=100)
         return ctypes.CDLL(str(target))
 
@@ -62,6 +69,15 @@ def _dot(self: Any, a: Any, b: Any, sums: Any, precision: Any, imprecise: Any) -
     return interpreter.TensorHandle(result, sums.dtype.scalar)
 
 
+def _multiply_add(self: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once; the interpreter's is rounded twice."""
+    assert a.data.dtype == np.float32, a.data.dtype
+    arrays = [np.ascontiguousarray(each, np.float32) for each in np.broadcast_arrays(a.data, b.data, c.data)]
+    out = np.empty_like(arrays[0])
+    _library().multiply_add(*map(_pointer, (*arrays, out)), out.size)
+    return interpreter.TensorHandle(out, c.dtype.scalar)
+
+
 _convert_float = interpreter._convert_float
 
 
@@ -77,6 +93,7 @@ def _converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def install() -> None:
-    """Have the interpreter compute products and round as a GPU."""
+    """Have the interpreter compute products and multiply-adds, and round, as a GPU."""
     interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_fma = _multiply_add
     interpreter._convert_float = _converted
