@@ -49,7 +49,7 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         layers_of_stages(model, num_stages)
     if num_ranks == 1:
         return
-    if reason := _undivided(model):
+    if reason := _undivided(model, is_on_device=config.device == "cuda"):
         raise ConfigError(f"{path} has {reason}, which cannot be split among ranks: leave tensor_parallel_size out")
     if num_ranks > model.num_attention_heads:
         raise ConfigError(
@@ -83,13 +83,13 @@ def part_option(num_ranks: int) -> str:
     return "pipeline_parallel_size" if num_ranks == 1 else "tensor_parallel_size"
 
 
-def _undivided(model: ModelConfig) -> str:
+def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
     """Return what of a model no rank can have a part of; "" if there is nothing."""
     reasons = {
         "routed MLPs": model.experts is not None,
         "latent attention": model.latent is not None,
         "a cap of its logits": model.logits_cap is not None,
-        "norms of whole rows of Q and K": model.qk_norm_of_rows,
+        "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
         "layers with other heads": model.full_heads is not None,
         "layers that share K and V": model.num_shared_layers > 0,
         "inputs of single layers": model.per_layer is not None,

@@ -91,6 +91,15 @@ class HeadSizes(NamedTuple):
     head_dim: int
 
 
+class RowOfHeads(NamedTuple):
+    """The heads of Q and K in the products of a rank's attention, and the first of those that it attends with."""
+
+    heads: int
+    kv_heads: int
+    first_head: int
+    first_kv_head: int
+
+
 class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of inputs that each layer has for each token (kernels/cpu/c/layers/per_layer.h)."""
 
@@ -222,6 +231,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual: Residual = "in turn"
     qk_norm: bool = False  # each head of Q and K is normalised
     qk_norm_of_rows: bool = False  # with qk_norm: all of Q's heads are normalised together, and all of K's
+    #: Of a rank, with qk_norm_of_rows: the heads of all ranks; None: its products have its own heads.
+    row_of_heads: RowOfHeads | None = None
     qk_norm_by_head: bool = False  # with qk_norm: each head has its own weights
     qk_norm_after: bool = False  # with qk_norm: after the rotation; otherwise before it
     qk_norm_plain: bool = False  # with qk_norm: without weights, and in layers with rotary embedding only

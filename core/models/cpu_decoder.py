@@ -162,6 +162,7 @@ def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecur
         centred_norms=rope.is_centred,
         norms_after=rope.is_after,
         values=rope.values,
+        row=rope.row,
     )
 
 

@@ -19,7 +19,14 @@ from kernels.cpu.norm import CpuNorm
 from kernels.cpu.packed_weights import INT8
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import VALUE_NUMBERS
-from kernels.cpu.structs import BesideArguments, DecoderArguments, GemmArguments, LayerArguments, NormWeights
+from kernels.cpu.structs import (
+    BesideArguments,
+    DecoderArguments,
+    GemmArguments,
+    LayerArguments,
+    NormWeights,
+    RowHeads,
+)
 from kernels.value_form import ValueForm
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -47,6 +54,7 @@ class AttentionParts(NamedTuple):
     centred_norms: bool = False
     norms_after: bool = False
     values: ValueForm = "own"
+    row: RowHeads = RowHeads()  # see CpuRope
 
 
 class BesideParts(NamedTuple):
@@ -213,7 +221,7 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
     arguments.scale, arguments.cap_factor = score_factors(mix.scale, mix.cap)
     arguments.norms, arguments.norms_of_rows = address(mix.norms), mix.norms_of_rows
     arguments.centred_norms, arguments.norms_after = mix.centred_norms, mix.norms_after
-    arguments.values = VALUE_NUMBERS[mix.values]
+    arguments.values, arguments.row = VALUE_NUMBERS[mix.values], mix.row
     arguments.sinks = address(mix.sinks)
     arguments.latent = None if mix.latent is None else ctypes.addressof(mix.latent.arguments)
     return arguments

@@ -7,7 +7,7 @@ import numpy as np
 from kernels.arrays import Floats, Ints
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.structs import RopeArguments
+from kernels.cpu.structs import RopeArguments, RowHeads
 from kernels.elements import Numbers
 from kernels.memory.aligned import aligned_empty
 from kernels.rotary import query_factors, rotary_tables
@@ -65,7 +65,8 @@ class CpuRope:
     norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows:
     Q's heads are normalised together, and so are K's; qkv is overwritten then. is_centred: the norms are layer
     normalisations; else of root mean squares. is_after: they follow the rotation; else they precede it. values: what V
-    is (kernels/value_form.py); where it is normalised, norms has Hkv more rows."""
+    is (kernels/value_form.py); where it is normalised, norms has Hkv more rows. row: with of_rows, the heads of Q and K
+    in a row of qkv and in norms, and the first of the H and Hkv that are used; None = they are these."""
 
     def __init__(
         self,
@@ -78,10 +79,11 @@ class CpuRope:
         is_centred: bool = False,
         is_after: bool = False,
         values: ValueForm = "own",
+        row: tuple[int, int, int, int] | None = None,
     ) -> None:
         assert not (of_rows and is_after), "rows of heads are normalised before the rotation"
         self.num_heads, self.eps, self.of_rows, self.is_centred = num_heads, eps, of_rows, is_centred
-        self.is_after, self.values = is_after, values
+        self.is_after, self.values, self.row = is_after, values, RowHeads(*(row or (0, 0, 0, 0)))
         self.norms = None if norms is None else np.ascontiguousarray(norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
@@ -123,6 +125,7 @@ class CpuRope:
                 self.is_centred,
                 self.is_after,
                 VALUE_NUMBERS[self.values],
+                self.row,
             )
         )
         return q

@@ -192,6 +192,13 @@ class BesideArguments(CStruct):
     _fields_ = (*_fields("input_norm router_norm dense_norm output_norm", NormWeights),)
 
 
+class RowHeads(CStruct):
+    """What a row of qkv has, if it has more heads than are used (rope.h)."""
+
+    c_name = "RowHeads"
+    _fields_ = (*_fields("heads kv_heads first_head first_kv_head", _INT32),)
+
+
 class LayerArguments(CStruct):
     """One layer's weights and constants (decoder.h)."""
 
@@ -204,6 +211,7 @@ class LayerArguments(CStruct):
         ("kind", _INT32),
         ("tap", _INT64),
         *_fields("norms_of_rows centred_norms norms_after values", _INT32),
+        ("row", RowHeads),
         ("layer_scale", _FLOAT),
         ("lacks_mlp", _INT32),
         *_fields("experts beside per_layer sinks latent recurrence output_gate", _POINTER),
@@ -373,6 +381,7 @@ class RopeArguments(CStruct):
         *_fields("num_heads num_tokens", _INT32),
         ("eps", _FLOAT),
         *_fields("norms_of_rows is_centred is_after values", _INT32),
+        ("row", RowHeads),
         ("tokens", _POINTER),
     )
 

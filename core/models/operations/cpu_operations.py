@@ -299,6 +299,7 @@ class CpuOperations:
             is_centred=config.centred_norms,
             is_after=config.qk_norm_after,
             values=values,
+            row=config.row_of_heads,
         )
         scores = None if sinks is None else sink_scores(sinks)
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)

@@ -1,7 +1,8 @@
 """Shard: one rank's part of a model: some of the heads, and some of the columns of each product's result.
 
 Results are split, but sums never are. So each number is computed by one rank, in the same order as in one process, and
-has the same bits. Any number of ranks up to the number of query heads works, and heads need not be divisible by it.
+has the same bits. Only if all heads of Q, or of K, have one norm, each rank computes all of them. Any number of ranks
+up to the number of query heads works, and heads need not be divisible by it.
 """
 
 import re
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from core.models.config import ModelConfig, RecurrentParts
+from core.models.config import ModelConfig, RecurrentParts, RowOfHeads
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.ranges import Range, part_of, split_heads
 from core.models.parts.recurrent_part import RecurrentPart, part_of_recurrent
@@ -49,12 +50,51 @@ class Shard(NamedTuple):
     def config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of the rank's part of attention and of recurrent layers."""
         heads, kv_heads = self.heads(config)
+        row = RowOfHeads(config.num_attention_heads, config.num_key_value_heads, heads.first, kv_heads.first)
         return msgspec.structs.replace(
             config,
             num_attention_heads=heads.length,
             num_key_value_heads=kv_heads.length,
+            row_of_heads=row if config.qk_norm_of_rows else None,
             recurrent=None if config.recurrent is None else self.recurrent(config.recurrent).own,
         )
+
+    def rows(self, config: ModelConfig) -> dict[str, Sequence[Range]]:
+        """Return the rank's rows of each matrix and vector of a layer, and of embeddings and head, by our name.
+
+        Names have no number of a layer and no ending. config: of the whole model.
+        """
+        own_heads = self.heads(config)
+        heads, kv_heads = (one.times(config.head_dim) for one in own_heads)
+        sizes = config.hidden_size, config.intermediate_size, config.vocab_size
+        hidden, gated, words = ([self.columns(size)] for size in sizes)
+        queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        gates = [heads.moved(queries)] if config.output_gate else []
+        rows: dict[str, Sequence[Range]] = {
+            "self_attn.q_proj": [heads, *gates],
+            "self_attn.k_proj": [kv_heads],
+            "self_attn.v_proj": [kv_heads],
+            "self_attn.qkv_proj": [heads, kv_heads.moved(queries), kv_heads.moved(queries + keys)],
+            "self_attn.g_proj": [own_heads[0]],
+            "self_attn.o_proj": hidden,
+            "mlp.gate_proj": gated,
+            "mlp.up_proj": gated,
+            "mlp.gate_up_proj": [*gated, gated[0].moved(config.intermediate_size)],
+            "mlp.down_proj": hidden,
+            "lm_head": words,
+            "model.embed_tokens": words,
+        }
+        if config.qk_norm_of_rows:
+            rows |= {"self_attn.q_proj": [Range(0, queries)], "self_attn.k_proj": [Range(0, keys)]}
+        if config.recurrent is not None:
+            rows |= {**self.recurrent(config.recurrent).rows, "mixer.out_proj": hidden}
+        return rows
+
+    def adapted_rows(self, config: ModelConfig) -> dict[str, Sequence[Range]]:
+        """Return the rows of the matrices that adapters change: rows(), with queries and their gates apart."""
+        own = [self.heads(config)[0].times(config.head_dim)]
+        gates: dict[str, Sequence[Range]] = {"self_attn.q_gate": own, "self_attn.q_proj": own}
+        return self.rows(config) | (gates if config.output_gate else {})
 
     def parts(self, config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> WeightParts:
         """Return the rank's parts of a model's weights."""
@@ -72,29 +112,10 @@ class _ShardedParts(WeightParts):
         super().__init__(weights)
         own_heads = shard.heads(config)
         self._first_heads = {kind: own.first for kind, own in zip("qk", own_heads, strict=True)}
-        heads, kv_heads = (one.times(config.head_dim) for one in own_heads)
-        sizes = config.hidden_size, config.intermediate_size, config.vocab_size
-        hidden, gated, words = ([shard.columns(size)] for size in sizes)
-        queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-        gates = [heads.moved(queries)] if config.output_gate else []
-        self._rows: dict[str, Sequence[Range]] = {
-            "self_attn.q_proj": [heads, *gates],
-            "self_attn.k_proj": [kv_heads],
-            "self_attn.v_proj": [kv_heads],
-            "self_attn.qkv_proj": [heads, kv_heads.moved(queries), kv_heads.moved(queries + keys)],
-            "self_attn.g_proj": [own_heads[0]],
-            "self_attn.o_proj": hidden,
-            "mlp.gate_proj": gated,
-            "mlp.up_proj": gated,
-            "mlp.gate_up_proj": [*gated, gated[0].moved(config.intermediate_size)],
-            "mlp.down_proj": hidden,
-            "lm_head": words,
-            "model.embed_tokens": words,
-        }
-        self._whole = set[str]()
-        if config.recurrent is not None:
-            self._rows |= {**shard.recurrent(config.recurrent).rows, "mixer.out_proj": hidden}
-            self._whole = {"mixer.norm"}
+        self._rows = shard.rows(config)
+        self._whole = {"mixer.norm"} if config.recurrent is not None else set[str]()
+        if config.qk_norm_of_rows:
+            self._whole |= {"self_attn.q_norm", "self_attn.k_norm"}
         self._norm_shapes = {(config.hidden_size,), (config.head_dim,)}
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:

@@ -47,7 +47,8 @@ def recurrent(kind: str, config: ModelConfig | None = None, **sizes: Any) -> Mod
 
 #: A Llama with 3 KV heads of 3 query heads each, head norms and biases (as Qwen 3 and 2), post norms with windows (as
 #: Gemma 3), layer normalisations with MLPs beside attention (as GPT-NeoX), heads with norms of their own (as
-#: Command-R+), gates of attention's output (as LFM3 and Qwen 3.5), and layers with recurrent states.
+#: Command-R+), norms of all heads together (as OLMo 2 and OLMo-Hybrid), gates of attention's output (as LFM3 and
+#: Qwen 3.5), and layers with recurrent states.
 MODELS = {
     "llama": msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3, head_dim=8, vocab_size=299),
     "qwen": msgspec.structs.replace(KINDS["head norms"], qkv_bias=True, tie_word_embeddings=False),
@@ -56,6 +57,8 @@ MODELS = {
     "cohere": KINDS["centred head norms"],
     "phi": msgspec.structs.replace(TINY, fused_qkv=True, fused_gate_up=True),
     "gates": KINDS["gates of heads"],
+    "olmo": KINDS["norms after"],
+    "olmo hybrid": msgspec.structs.replace(KINDS["gated delta"], qk_norm=True, qk_norm_of_rows=True, output_gate=False),
     "convolutions": KINDS["short convolution"],
     "delta": KINDS["gated delta"],
     "delta in turns": recurrent("gated delta", num_heads=6, num_groups=3, takes_turns=True, channels=3 * 32 + 6 * 40),

@@ -144,6 +144,7 @@ static void rotate(const Share *share) {
         .is_centred = layer->centred_norms,
         .is_after = layer->norms_after,
         .values = layer->values,
+        .row = layer->row,
         .slots = kind->slots,
         .tokens = share->tokens,
         .q = is_in_tail(share) ? step->tail_q : step->q,

@@ -19,6 +19,7 @@
 #include "layers/norm.h"
 #include "layers/per_layer.h"
 #include "layers/recurrence.h"
+#include "layers/rope.h"
 
 /* The norms of a layer whose experts run alongside a dense MLP: hidden += mlp_out_norm(dense_norm(MLP) + output_norm(experts)),
  * and both read hidden as attention leaves it. */
@@ -37,6 +38,7 @@ typedef struct {
     int32_t kind;                             /* kind of window and rotation: index into the step's kinds */
     int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
     int32_t norms_of_rows, centred_norms, norms_after, values; /* of heads: see rope.h */
+    RowHeads row;
     float layer_scale;                        /* of hidden, at the layer's end; 0 = none */
     int32_t lacks_mlp;                        /* the layer ends once attention's output is added; mlp_norm is not used */
     const Experts *experts;                   /* instead of gate_up and down, or alongside them; or NULL */

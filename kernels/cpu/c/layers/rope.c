@@ -57,16 +57,34 @@ static int is_finite_head(const CacheShape *shape, const char *x) {
     return shape->dtype == FLOAT32 ? is_finite_row(x, bytes, FLOAT32) : is_finite_row(x, bytes, BFLOAT16);
 }
 
-/* Return how many heads a row of qkv has. */
-static int heads_of_row(const RopeKvWrite *args) {
-    const int sides = args->values == SHARED_VALUES ? 0 : args->values == KEY_VALUES ? 1 : 2;
-    return args->num_heads + sides * args->shape.num_kv_heads;
+/* Return how many heads of Q, or of K, a row of qkv has. */
+static int queries_of_row(const RopeKvWrite *args) { return args->row.heads ? args->row.heads : args->num_heads; }
+
+static int keys_of_row(const RopeKvWrite *args) {
+    return args->row.heads ? args->row.kv_heads : args->shape.num_kv_heads;
 }
 
-/* Return a head of a token's row of qkv: Q heads come first, then K, then V. */
-static const char *head_of(const RopeKvWrite *args, int token, int head) {
+/* Return how many heads a row of qkv has. */
+static int heads_of_row(const RopeKvWrite *args) {
+    const int num_keys = args->values == SHARED_VALUES ? 0 : keys_of_row(args);
+    return queries_of_row(args) + num_keys + (args->values == OWN_VALUES || args->values == NORMALISED_VALUES
+                                                  ? args->shape.num_kv_heads : 0);
+}
+
+/* Return the head of a token's row of qkv with this place in it: Q heads come first, then K, then V. */
+static const char *at_place(const RopeKvWrite *args, int token, int place) {
     const size_t num_heads = heads_of_row(args);
-    return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
+    return (const char *)args->qkv + (token * num_heads + place) * args->shape.head_dim * number_bytes(&args->shape);
+}
+
+/* Return a used head of a token's row of qkv. */
+static const char *head_of(const RopeKvWrite *args, int token, int head) {
+    const int num_heads = args->num_heads, num_kv_heads = args->shape.num_kv_heads;
+    if (!args->row.heads) return at_place(args, token, head);
+    if (head < num_heads) return at_place(args, token, args->row.first_head + head);
+    head -= num_heads;
+    if (head < num_kv_heads) return at_place(args, token, args->row.heads + args->row.first_kv_head + head);
+    return at_place(args, token, args->row.heads + args->row.kv_heads + head - num_kv_heads);
 }
 
 /* Return V of a token's KV head for the cache: in qkv, or made in `room`. */
@@ -82,9 +100,9 @@ static const char *make_value(const RopeKvWrite *args, int token, int kv_head, c
     return room;
 }
 
-/* Normalise some heads of a token together, in place. */
+/* Normalise some heads of a token together, in place: all of Q, or all of K, of its row. */
 static void normalise_heads(const RopeKvWrite *args, int token, int first, int count) {
-    char *x = (char *)args->qkv + (head_of(args, token, first) - (const char *)args->qkv);
+    char *x = (char *)args->qkv + (at_place(args, token, first) - (const char *)args->qkv);
     const float *weight = args->norms + (size_t)first * args->shape.head_dim;
     const int64_t width = (int64_t)count * args->shape.head_dim;
     if (args->shape.dtype == FLOAT32)
@@ -95,8 +113,8 @@ static void normalise_heads(const RopeKvWrite *args, int token, int first, int c
 
 static void normalise_rows(const RopeKvWrite *args, int token, int end) {
     for (; token < end; token++) {
-        normalise_heads(args, token, 0, args->num_heads);
-        normalise_heads(args, token, args->num_heads, args->shape.num_kv_heads);
+        normalise_heads(args, token, 0, queries_of_row(args));
+        normalise_heads(args, token, queries_of_row(args), keys_of_row(args));
     }
 }
 

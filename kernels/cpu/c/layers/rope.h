@@ -14,6 +14,12 @@
  * K is, so normalised; or nothing, and K neither: the cache has K and V of another layer. */
 enum { OWN_VALUES = 0, NORMALISED_VALUES = 1, KEY_VALUES = 2, SHARED_VALUES = 3 };
 
+/* What a row of qkv has, if it has more heads of Q and K than are used: a rank of a group whose heads are normalised with
+ * those of all ranks. The used ones are consecutive. heads 0: it has those that are used. */
+typedef struct {
+    int32_t heads, kv_heads, first_head, first_kv_head;
+} RowHeads;
+
 typedef struct {
     void *qkv;               /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of dtype: Q, K, V; see `values` */
     const float *cos, *sin;  /* [positions, head_dim]; sin's halves have the signs (-, +). NULL = no rotation */
@@ -31,6 +37,7 @@ typedef struct {
     int32_t is_centred;    /* norms are layer normalisations without biases (norm.h); otherwise RMS norms */
     int32_t is_after;      /* heads are normalised after the rotation; not with norms_of_rows */
     int32_t values;        /* one of those above; normalised ones only with norms of each head */
+    RowHeads row;          /* only with norms_of_rows */
     const int64_t *tokens; /* [num_tokens] rows of positions and q, of SHARED_VALUES; NULL = row i of qkv is row i there */
 } RopeKvWrite;
 

@@ -30,6 +30,9 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype) FIELD(is_quantized) FIELD(token_bytes)
     FIELD(num_sides) FIELD(value_dim) FIELD(block_bytes)
 #undef STRUCT
+#define STRUCT RowHeads
+    WHOLE FIELD(heads) FIELD(kv_heads) FIELD(first_head) FIELD(first_kv_head)
+#undef STRUCT
 #define STRUCT BlockTables
     WHOLE FIELD(blocks) FIELD(width) FIELD(block_size)
 #undef STRUCT
@@ -108,7 +111,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(layer_scale) FIELD(lacks_mlp) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
+    FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(row) FIELD(layer_scale) FIELD(lacks_mlp) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width) FIELD(bounds)
@@ -194,7 +197,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)
     FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps) FIELD(norms_of_rows) FIELD(is_centred) FIELD(is_after)
-    FIELD(values) FIELD(tokens)
+    FIELD(values) FIELD(row) FIELD(tokens)
 #undef STRUCT
 #define STRUCT Sampling
     WHOLE FIELD(logits) FIELD(temperature) FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(seed) FIELD(position)
