@@ -112,6 +112,23 @@ class Adapters:
         self._note()
         return listed
 
+    def put(self, weights: AdapterWeights) -> None:
+        """Keep an adapter without a name, until drop()."""
+        packed = self._host.pack(weights)
+        with self._lock:
+            self._packed[weights.digest] = packed
+
+    def drop(self, digest: str) -> None:
+        """Forget an adapter of put(). Rows that run with it keep it."""
+        with self._lock:
+            self._packed.pop(digest, None)
+
+    @property
+    def digests(self) -> set[str]:
+        """Return the digests of all adapters that are kept."""
+        with self._lock:
+            return set(self._packed)
+
     def unload(self, name: str) -> bool:
         """Forget a name; return whether there was one."""
         with self._lock:

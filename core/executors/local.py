@@ -20,11 +20,12 @@ from core.model_files.loading import why_not_updated
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.models.draft_head import DraftHead
-from core.models.layers.adapted import AdaptedMatrices, takes_adapters
+from core.models.layers.adapted import AdaptedMatrices, AdaptedPart, takes_adapters
 from core.models.llama import Llama
 from core.models.operations.operations import AdaptingOperations
 from core.models.operations.weight_form import fits
 from core.models.parts.rank import Rank
+from core.models.parts.shard import Shard
 from core.models.parts.stage import Stage
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
@@ -33,6 +34,7 @@ from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
 from ipc.errors import ConfigError, ModelFileError
+from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.step_sizes import with_rows
@@ -77,7 +79,7 @@ class LocalExecutor:
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
-        self.adapters = model_adapters(config, self._loaded)
+        self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
         self.features = model_features(config, self._loaded)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
@@ -242,8 +244,12 @@ def _is_fast_in_bfloat16() -> bool:
 # model_adapters: the adapters for a loaded model; a part of the executors that run a model.
 
 
-def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:
+def model_adapters(
+    config: EngineConfig, loaded: Loaded, shard: Shard | None = None, stage: Stage | None = None
+) -> Adapters | None:
     """Return the model's adapters, with the config's lora_modules loaded; None without enable_lora.
+
+    shard, stage: the part of the model that is loaded.
 
     Errors: ConfigError for a model without adapter support; ModelFileError, UnsupportedModelError for the modules'
     files.
@@ -256,8 +262,13 @@ def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:
         raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, which has no adapter support: leave it out")
     if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):
         raise ConfigError(f"enable_lora: layers of {loaded.info.name} do not support adapters: leave it out")
-    sizes = model.config
-    return Adapters(config, AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes)))
+    sizes, part = model.config, None
+    if shard is not None or stage is not None:
+        sizes = read_model_config(resolve_model(config.model), config.mmproj)
+        layers = range(sizes.num_hidden_layers) if stage is None else range(*stage.layers(sizes))
+        part = AdaptedPart(layers, {} if shard is None else shard.adapted_rows(sizes))
+    matrices = AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes), part=part)
+    return Adapters(config, matrices)
 
 
 # model_features: the features for a loaded model; a part of the executors that run a model.

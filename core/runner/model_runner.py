@@ -286,8 +286,9 @@ class ModelRunner:
         )
 
     def apply_blocks(self, plan: SchedulerOutput) -> None:
-        """Apply a plan's rows, blocks and copies to the table, the caches and the recurrent states."""
+        """Apply a plan's rows, adapters, blocks and copies to the tables, the caches and the recurrent states."""
         self.table.apply(plan)
+        self._adapter_rows.apply(plan)
         if self.swap_cache is not None:
             self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
         if len(plan.copied_blocks):
@@ -309,7 +310,6 @@ class ModelRunner:
             self.sampling.add(new)
         for pooling in plan.added_pooling:
             self.pooling.add(pooling)
-        self._adapter_rows.apply(plan)
         for row, uses in plan.features:
             self._feature_rows.add(row, uses)
         if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs:

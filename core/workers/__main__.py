@@ -18,8 +18,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, assert_never
+from typing import TYPE_CHECKING, NoReturn, assert_never
 
 import msgspec
 
@@ -30,9 +31,11 @@ from core.execution.shared_blocks import BlockMemory, shared_blocks_of
 from core.executors.by_name import load_executor
 from core.model_files.progress import following
 from core.workers.messages import (
+    AddMatrix,
     Allocate,
     Answer,
     CountBlocks,
+    DropAdapters,
     Failed,
     FindMemory,
     Load,
@@ -58,6 +61,9 @@ from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
 from kernels.memory.shared_file import SharedFile
+
+if TYPE_CHECKING:
+    from core.workers.sent_adapters import ReceivedAdapters
 
 # Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory will hold the rank's weights.
 
@@ -211,12 +217,27 @@ class Worker:
                 return Measured(self._ready.measure_costs())
             case MeasureSteps():
                 return MeasuredSteps(self._ready.measure_steps())
+            case AddMatrix():
+                self._received.add(question)
+                return None
+            case DropAdapters(digests):
+                self._received.drop(digests)
+                return None
             case ShareBlocks():
                 return self._places()
             case WarmUp():
                 return Number(self._ready.warm_up())
             case _:
                 assert_never(question)
+
+    @cached_property
+    def _received(self) -> "ReceivedAdapters":
+        # Imported here because only an engine with adapters needs it.
+        from core.workers.sent_adapters import ReceivedAdapters
+
+        adapters = self._ready.adapters
+        assert adapters is not None, "an adapter, but enable_lora is off"
+        return ReceivedAdapters(adapters)
 
     def _places(self) -> SharedPlaces:
         blocks, file = shared_blocks_of(self._ready), self._file

@@ -68,6 +68,7 @@ class Crew:
         self.running: deque[tuple[float, int]] = deque()  # (start in monotonic seconds, number of tokens) of steps
         self.num_taken = 0  # number of steps whose results were taken
         self._num_sent = 0  # number of plans
+        self.adapters: set[str] = set()  # digests of those that the workers have
         self._files: PartFiles | None = None  # if the engine has a store of blocks
         self.blocks: SharedBlocks | None = None  # the workers', for that store, once they are allocated
         self.is_mourned = threading.Event()  # set when the core has been told about their end
@@ -180,6 +181,13 @@ class Crew:
         ready = dict(poller.poll(_PATIENCE_S * 1000))
         if self._channels[rank].socket.fileno() not in ready:
             raise ChannelEndedError("a worker has died, or does not answer")
+
+    def tell(self, message: Question) -> None:
+        """Send all workers a message that has no answer. If workers are gone, take() reports it, not this method."""
+        encoded = encode_message(message)
+        for channel in self._channels:
+            with contextlib.suppress(ChannelEndedError):
+                channel.send(encoded)
 
     def run(self, plan: bytes) -> None:
         """Make all workers run a step. If workers are gone, take() reports it, not this method."""

@@ -9,8 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from core import log
@@ -22,6 +23,7 @@ from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
 from core.workers.crew import Crew
 from core.workers.messages import (
     CountBlocks,
+    DropAdapters,
     FindMemory,
     MeasureCosts,
     Measured,
@@ -39,6 +41,9 @@ from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import first_machine, in_one_process, num_machines
 
+if TYPE_CHECKING:
+    from core.adapters.store import Adapters
+
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0
 _BACKOFF_S = (0.0, 0.5)  # before the first restart within _LOSSES_S, and before the second
@@ -53,10 +58,8 @@ class WorkersExecutor:
     config: the engine's; each worker runs the executor named in it. Errors: those of that executor's constructor.
     """
 
-    adapters = None  # the config refuses them
-
     def __init__(self, config: EngineConfig) -> None:
-        self._config = in_one_process(config)
+        self._config = msgspec.structs.replace(in_one_process(config), lora_modules={})  # adapters are sent
         size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
         self._places = places_of(size, stages, config.nnodes, first_machine(config))
         self._nodes = Nodes(config) if num_machines(config) > 1 else None
@@ -84,6 +87,7 @@ class WorkersExecutor:
         self._serving: Crew = self._crew  # used by the engine thread
         try:
             self.info: ModelInfo = self._serving.load()
+            self.adapters = _sent_adapters(config)
         except BaseException:
             self.close()
             raise
@@ -135,9 +139,23 @@ class WorkersExecutor:
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Send the plan to all workers and return."""
         num_tokens = plan.num_tokens
+        if self.adapters is not None:
+            self._send_adapters(self.adapters, plan)
         self._serving.running.append((time.monotonic(), num_tokens))
         self._serving.run(encode_plan(plan))
         return _Step(self, self._serving, plan.step, len(plan.rows))
+
+    def _send_adapters(self, adapters: "Adapters", plan: SchedulerOutput) -> None:
+        """Give the workers the adapters that start to be used, and let them forget those that are gone."""
+        crew = self._serving
+        if gone := crew.adapters - adapters.digests:
+            crew.tell(DropAdapters(sorted(gone)))
+            crew.adapters -= gone
+        for _, digest in plan.adapters:
+            if digest not in crew.adapters:
+                crew.adapters.add(digest)
+                for message in adapters.find(digest).messages():
+                    crew.tell(message)
 
     def take(self, crew: Crew, step: int, num_rows: int) -> ModelRunnerOutput:
         """Wait for a step that was sent to this crew. Errors: ExecutorEndedError."""
@@ -328,6 +346,15 @@ class WorkersExecutor:
             elif left == 0:
                 return False
         return True
+
+
+def _sent_adapters(config: EngineConfig) -> "Adapters | None":
+    if not config.enable_lora or config.executor != "local":
+        return None
+    # Imported here because only an engine with adapters needs it, and it takes time.
+    from core.workers.sent_adapters import sent_adapters
+
+    return sent_adapters(config)
 
 
 class _Step(NamedTuple):

@@ -2,6 +2,7 @@
 
 An engine asks, and a worker answers in the same order. Only Run may be sent before the previous one is answered. Each
 worker gets every message and answers it, except that only one worker answers Run: the first rank of the last stage.
+AddMatrix and DropAdapters have no answer; what they do is done before the next Run.
 """
 
 from typing import TypeAlias
@@ -67,6 +68,31 @@ class ShareBlocks(msgspec.Struct, frozen=True, array_like=True, tag=9):
     """Ask where the blocks are in the worker's file, which Load named. After Allocate. Answer: SharedPlaces."""
 
 
+class SentNumbers(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A matrix of num_rows rows; dtype: a name of ELEMENT_TYPES."""
+
+    dtype: str
+    num_rows: int
+    content: bytes
+
+
+class AddMatrix(msgspec.Struct, frozen=True, array_like=True, tag=21, gc=False):
+    """One of the matrices of an adapter, which may be used after the last one."""
+
+    digest: str
+    name: str
+    a: SentNumbers
+    b: SentNumbers
+    scale: float
+    is_last: bool
+
+
+class DropAdapters(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """Forget adapters."""
+
+    digests: list[str]
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """The facts about the model."""
 
@@ -120,7 +146,17 @@ class SharedPlaces(msgspec.Struct, frozen=True, array_like=True, tag=18):
 
 
 Question: TypeAlias = (
-    Load | CountBlocks | FindMemory | Allocate | MeasureCosts | MeasureSteps | WarmUp | Run | ShareBlocks
+    Load
+    | CountBlocks
+    | FindMemory
+    | Allocate
+    | MeasureCosts
+    | MeasureSteps
+    | WarmUp
+    | Run
+    | ShareBlocks
+    | AddMatrix
+    | DropAdapters
 )
 Answer: TypeAlias = Loaded | Progress | Number | Measured | MeasuredSteps | Result | Failed | SharedPlaces
 

@@ -91,7 +91,7 @@ class EarlierRunner(ModelRunner):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        none = dict.fromkeys(("grammars", "drafter", "pooler", "adapters", "features"))
+        none = dict.fromkeys(("grammars", "drafter", "pooler", "features"))
         super().__init__(*arguments, **{**options, **none})
         self._awaited: deque[_Awaited] = deque()
 

@@ -1,8 +1,10 @@
 """Adapted products: the matrices of a model that adapters (LoRA) may change, and layers that apply adapters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from core.adapters.adapter import AdapterWeights
 from core.adapters.file_matrix import FileMatrix
@@ -12,7 +14,7 @@ from core.models.layers.mlp import DenseMlp
 from core.models.operations.operations import AdaptingOperations, Product
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
-from kernels.low_rank import ProductShape
+from kernels.low_rank import LowRank, ProductShape
 from kernels.value_form import SIDES
 
 #: The matrices of each product of a layer, in the order of kernels/cpu/c/layers/decoder.h. MLPs without gates have no
@@ -31,19 +33,36 @@ _MLP = ("gate_up", "down")
 _WITHOUT = ("own_gate", "own_out")
 
 
+class AdaptedPart(NamedTuple):
+    """What of a model a process computes: some layers, and of each matrix the rows in `rows`, by its name in a layer.
+
+    rows: (first, end) of each range; a matrix that is not named is whole.
+    """
+
+    layers: Sequence[int]
+    rows: Mapping[str, Sequence[tuple[int, int]]]
+
+
 class AdaptedMatrices:
     """The matrices of a decoder that adapters may change; an AdapterHost (core/adapters/store.py) with `pack`."""
 
     def __init__(
         self,
         config: ModelConfig,
-        operations: AdaptingOperations,
+        operations: AdaptingOperations | None,
         peft_layers: Mapping[str, FileMatrix] | None = None,
         gguf_layers: Mapping[str, FileMatrix] | None = None,
+        *,
+        part: AdaptedPart | None = None,
     ) -> None:
-        """peft_layers, gguf_layers: the same matrices in these file formats; None = no file is read."""
+        """config: of the whole model. operations: None = adapters are only read here.
+
+        peft_layers, gguf_layers: the same matrices in these file formats; None = no file is read. part: what this
+        process computes; None = all.
+        """
         self.peft_layers, self.gguf_layers = peft_layers or {}, gguf_layers or {}
         self._operations, every = operations, range(config.num_hidden_layers)
+        self._part = part or AdaptedPart(every, {})
         #: Of each layer, by product: its shape, and the names of its matrices.
         self._layers = [_shapes(config, index) for index in every]
         self._names = [_names(config, index) for index in every]
@@ -58,17 +77,34 @@ class AdaptedMatrices:
 
     @property
     def product_shapes(self) -> list[ProductShape]:
-        """Return the shapes of all products, layer after layer."""
-        return [shape for layer in self._layers for shape in layer.values()]
+        """Return the shapes of the process's products, layer after layer."""
+        return [
+            shape._replace(parts=tuple(map(self._num_rows, self._names[index][product], shape.parts)))
+            for index in self._part.layers
+            for product, shape in self._layers[index].items()
+        ]
+
+    def _num_rows(self, name: str, count: int) -> int:
+        """Return how many of a matrix's rows the process has. count: all."""
+        own = self._part.rows.get(name)
+        return count if own is None else sum(end - first for first, end in own)
 
     def pack(self, weights: AdapterWeights) -> Any:
         """Return the adapter in the form that the model's operations use. Its matrices have the names of `shapes`."""
+        assert self._operations is not None, "adapters are only read here"
         products = [
-            [weights.matrices.get(f"model.layers.{index}.{name}") for name in names]
-            for index, layer in enumerate(self._names)
-            for names in layer.values()
+            [self._own(name, weights.matrices.get(f"model.layers.{index}.{name}")) for name in names]
+            for index in self._part.layers
+            for names in self._names[index].values()
         ]
         return self._operations.pack_adapter(self.product_shapes, products)
+
+    def _own(self, name: str, matrix: LowRank | None) -> LowRank | None:
+        """Return what an adapter adds to the process's rows of a matrix."""
+        own = self._part.rows.get(name)
+        if matrix is None or own is None:
+            return matrix
+        return matrix._replace(b=np.concatenate([matrix.b[first:end] for first, end in own]))
 
 
 def _names(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:

@@ -48,7 +48,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 #: By model_type of tests/core/models/checkpoints.py.
 _RECURRENT = ("lfm2", "lfm2_moe", "lfm3", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "granitemoehybrid")
 _RECURRENT += ("nemotron_h", "falcon_h1", "olmo_hybrid")
-HYBRIDS = [case for case, (kind, _) in CASES.items() if kind in _RECURRENT and case != "granite4-dense"]
+_WITHOUT = ("granite4-dense", "granite4-experts")  # their layers all attend
+HYBRIDS = [case for case, (kind, _) in CASES.items() if kind in _RECURRENT and case not in _WITHOUT]
 VOCAB = 300
 NUM_TOKENS = 7
 _PROBES_OF_A_FOLDER = 6
@@ -281,7 +282,7 @@ def probe(family: str, folders: Callable[[str], str], folder: Path, count: int, 
 
 
 #: Families that differ from another one in a setting.
-_VARIED = ("lfm2-biased", "falcon-h1-normed", "granite4-experts")
+_VARIED = ("lfm2-biased", "falcon-h1-normed")
 
 
 @pytest.mark.parametrize(
@@ -299,7 +300,7 @@ def test_a_prompt_again_has_the_bits_of_the_first_time(
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_soak_a_prompt_again(family: str, folders: Callable[[str], str], tmp_path: Path) -> None:
-    for seed in range(24):  # 15 families, 10,800 probes
+    for seed in range(24):  # 14 families, 10,080 probes
         probes = probe(family, folders, tmp_path, 30, 1000 + seed)
         assert probes.num_different == 0, (seed, probes.counts)
         assert min(probes.counts.values()) > 0 or seed

@@ -3,11 +3,12 @@
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from core.adapters.adapter import AdapterWeights
 from core.engine import EngineCore
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput
@@ -105,12 +106,16 @@ def answers(
     disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None,
     least_accepted: int = 0,
     sent: list[AddRequest] | None = None,
+    adapters: Sequence[AdapterWeights] = (),
 ) -> list[Any]:
     """Return all that comes for the requests, by request: tokens, log probabilities, ends.
 
-    least_accepted: so many drafts are right, at least. sent: None = all of requests().
+    least_accepted: so many drafts are right, at least. sent: None = all of requests(). adapters: those that they name.
     """
     executor = load_executor(config)
+    for weights in adapters:
+        assert executor.adapters is not None
+        executor.adapters.put(weights)
     news: list[tuple[int, EngineInput]] = []
     if isinstance(executor, WorkersExecutor):
         executor.follow(lambda one: news.append((0, one)))
