@@ -133,7 +133,7 @@ class Executor(Protocol):
         """
 
     def warm_up(self) -> int:
-        """Run a step of WARM_UP_TOKENS tokens, or as many as fit, before the first one. Return its duration in ns.
+        """Run a step before the first one. Return the duration in ns of one of WARM_UP_TOKENS tokens, or more.
 
         0: the duration of steps is unknown. It writes into free blocks.
         """

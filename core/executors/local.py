@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from core.adapters.store import Adapters
-from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
+from core.execution.executor import WARM_UP_TOKENS, Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states
@@ -49,6 +49,10 @@ class NewModel(NamedTuple):
     mark: WeightsMark
     loaded: Loaded
     head: DraftHead | None
+
+
+#: Weights of products of the largest model whose warm-up has more than one token.
+_MOST_WARM_WEIGHTS = 1 << 30
 
 
 class LocalExecutor:
@@ -151,8 +155,14 @@ class LocalExecutor:
         return StepCosts(self.runner.measure_steps(self._step_clock), self.runner.measure_drafts(self._step_clock))
 
     def warm_up(self) -> int:
-        """Run a short step and return its duration in ns."""
-        return self.runner.warm_up()
+        """Run a short step and return the duration of one of WARM_UP_TOKENS tokens in ns, or more.
+
+        The first request may be waiting for it. So a large model computes one token: a step of several takes no longer
+        than all of them alone.
+        """
+        if isinstance(self._model, Llama) and self._model.config.num_matrix_weights > _MOST_WARM_WEIGHTS:
+            return WARM_UP_TOKENS * self.runner.warm_up(1)
+        return self.runner.warm_up(WARM_UP_TOKENS)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step. The returned step is finished."""

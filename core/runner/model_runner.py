@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from core.adapters.store import Adapters
-from core.execution.executor import WARM_UP_TOKENS, Costs
+from core.execution.executor import Costs
 from core.execution.plan import (
     FAILED_TOKEN,
     NO_TOKEN,
@@ -240,9 +240,11 @@ class ModelRunner:
 
         return measure_costs(compute, (min(FIRST_TOKENS, most), most), self.cache, self.swap_cache)
 
-    def warm_up(self) -> int:
-        """Run a step of WARM_UP_TOKENS tokens and return its duration in ns. Call this before the first step."""
-        inputs = self._trial_inputs(min(WARM_UP_TOKENS, self._most_tokens), 0)
+    def warm_up(self, num_tokens: int) -> int:
+        """Run a step of so many tokens, or as many as fit, and return its duration in ns. Call this before the first
+        step.
+        """
+        inputs = self._trial_inputs(min(num_tokens, self._most_tokens), 0)
         begin = time.perf_counter_ns()
         self.forward(inputs)
         return time.perf_counter_ns() - begin

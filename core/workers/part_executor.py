@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from core.execution.executor import StepHandle
+from core.execution.executor import WARM_UP_TOKENS, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.executors.local import LocalExecutor
 from core.models.parts.rank import Rank
@@ -50,6 +50,10 @@ class PartExecutor(LocalExecutor):
         if not place.answers:  # only the rank that samples makes drafts
             config = msgspec.structs.replace(config, speculative_config=None)
         super().__init__(config, rank, runner, stage)
+
+    def warm_up(self) -> int:
+        """Run the same short step as all other parts, and return its duration in ns."""
+        return self.runner.warm_up(WARM_UP_TOKENS)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run this part of one step."""

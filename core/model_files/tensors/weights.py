@@ -388,7 +388,9 @@ def _source(stored: StoredTensor | PackedTensor, dtype: Dtype) -> str:
 
 
 def _without_folder(stored: StoredTensor) -> StoredTensor:
-    return msgspec.structs.replace(stored, path=Path(stored.path.name))
+    """Return the place within the model's files. A GGUF file is the only one, and may be opened by several names."""
+    name = "" if stored.path.suffix == ".gguf" else stored.path.name
+    return msgspec.structs.replace(stored, path=Path(name))
 
 
 class _Reading:

@@ -247,6 +247,19 @@ def test_a_model_from_its_file_has_the_same_bits(
     assert found[1] == found[2] == found[0]
 
 
+def test_a_gguf_file_is_known_by_another_name(folder: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf")
+    (tmp_path / "link.gguf").symlink_to("model.gguf")
+    for name in ("model.gguf", "link.gguf"):
+        cache = WeightCache(["model"], LIBRARY, MANY)
+        weights = load_weights(tmp_path / name, CONFIG, BFLOAT16, LIBRARY)
+        Llama(CONFIG, weights, BFLOAT16, library=LIBRARY, form=WeightForm.STORED, take_packed=cache.take)
+        thread = cache.keep()
+        assert (thread is not None) == (name == "model.gguf"), name
+        if thread is not None:
+            thread.join()
+
+
 def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -> None:
     build("llama2").save_pretrained(tmp_path / "model")
 
