@@ -107,12 +107,7 @@ class App:
         try:
             answer = await self._handle(request.row, request)
         except Exception as error:
-            param = _prompt_field(request.row)
-            length = 0 if request.service is None else request.service.max_model_len
-            failure = http_error(error, max_model_len=length, prompt_param=param)
-            if failure.status == 500:
-                _log.exception("request %s failed", request.id)
-            answer = _failure(request, failure)
+            answer = self._failed(request, error)
         finally:
             self._num_requests -= 1
         request.body = b""
@@ -121,6 +116,19 @@ class App:
         elif request.lease is not None:
             request.lease.end()
         return answer
+
+    def _failed(self, request: Request, error: Exception) -> Response:
+        """Return the answer to an error of a handler.
+
+        Not in _result(): as one of its variables, the answer's error would be in a cycle with its own traceback, which
+        keeps all that the handler read until a full garbage collection.
+        """
+        assert request.row is not None, request.path
+        length = 0 if request.service is None else request.service.max_model_len
+        failure = http_error(error, max_model_len=length, prompt_param=_prompt_field(request.row))
+        if failure.status == 500:
+            _log.exception("request %s failed", request.id)
+        return _failure(request, failure)
 
     async def _handle(self, row: Route, request: Request) -> Response | Reply | WrittenAnswer:
         """Return the handler's answer, if the key's quota and the body's size allow it."""

@@ -231,6 +231,7 @@ class HttpProtocol(HttpToolsProtocol):
             exchange.leave()
         self._soft.forget()
         self.cycle = self._running = self.scope = self.headers = self._held = None  # type: ignore[assignment]
+        self._error = None  # its traceback has this connection
 
     # --- the peer reads -----------------------------------------------------------------------------------------
 

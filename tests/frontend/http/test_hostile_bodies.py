@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 import json
 import random
 from collections.abc import Iterator
@@ -152,3 +153,35 @@ def test_no_body_is_an_error_of_the_server(engine: EngineHandle, path: str, seed
 
     statuses = asyncio.run(run())
     assert {200, 400} <= set(statuses)
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"prompt": "x " * 40_000, "max_tokens": 1},
+    {"prompt": "x " * 40_000, "model": "another"},
+    {"prompt": ["x " * 40_000] * 5000, "n": 1},
+    {"prompt": "x " * 40_000, "temperature": -1},
+    {"prompt": "x " * 40_000, "n": "two"},
+]
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_a_refused_request_is_gone_with_its_answer(engine: EngineHandle, body: dict[str, Any]) -> None:
+    """Its error has a traceback, which has the body: in a cycle, both stayed until a full garbage collection."""
+
+    async def run() -> None:
+        service = Service(engine, HttpOptions(checks_host=False))
+        gc.collect()
+        answer = await LocalCaller(App(service)).post("/v1/completions", json.dumps(body).encode())
+        assert 400 <= answer.status < 500
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        service.close()
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert [one for one in gc.garbage if isinstance(one, Exception)] == []
+    finally:
+        gc.garbage.clear()
+        gc.enable()

@@ -74,6 +74,23 @@ def test_what_a_peer_sent_is_dropped_when_it_leaves(waits: int) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("head", [b"x: 1\r\n" * 200, b"content-length: 6000\r\n\r\n"])
+def test_a_refused_connection_is_gone_when_it_ends(head: bytes) -> None:
+    """At once, too: the error of what the peer sent has a traceback, which has the connection and the data."""
+    peer, transport = connected(App())
+    peer.data_received(b"POST /x HTTP/1.1\r\nhost: h\r\n" + head)
+    assert status(transport) in (413, 431)
+    protocol = weakref.ref(peer.protocol)
+    gc.disable()
+    try:
+        transport.calls.append("abort")
+        peer.connection_lost(None)
+        del peer, transport
+        assert protocol() is None
+    finally:
+        gc.enable()
+
+
 def test_a_body_that_stops_is_refused_however_much_of_it_came() -> None:
     """The rate was one since the beginning: 4,000 bytes of five million bought an hour of silence."""
     app = App()
