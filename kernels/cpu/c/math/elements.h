@@ -19,6 +19,9 @@
 #if defined(WITH_NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define NEON_BF16 1
 #endif
+#if defined(WITH_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define NEON_I8MM 1
+#endif
 
 /* Python passes these numbers: ELEMENT_TYPES of kernels/cpu/library.py. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };

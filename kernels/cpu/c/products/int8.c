@@ -15,8 +15,20 @@ enum { SLICE_GROUPS = 24 };
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
 /* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
- * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
-enum { FEW_ROWS = 16, MOST_FEW_ROWS = VECTOR_BYTES == 64 && !HAS_AMX ? 32 : FEW_ROWS };
+ * memory is faster, with SMMLA from five rows on. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
+#if defined(NEON_I8MM)
+enum { FEW_ROWS = INT8_PACKED_ROWS };
+#else
+enum { FEW_ROWS = 16 };
+#endif
+enum { MOST_FEW_ROWS = VECTOR_BYTES == 64 && !HAS_AMX ? 32 : FEW_ROWS };
+
+/* Rows that the functions for unpacked codes multiply together. */
+#if defined(NEON_I8MM)
+enum { UNIT_ROWS = 2 };
+#else
+enum { UNIT_ROWS = 1 };
+#endif
 
 /* Panels that a thread takes at a time: as in gemm.c. */
 enum { PIECE = 4 };
@@ -36,9 +48,10 @@ static const Int8Functions *functions(void) {
 }
 
 /* Return what is added to a type's codes as they are unpacked. If bytes of any size are multiplied at the same speed,
- * all zeros become that of Q8_0, whose functions need nothing for it. */
+ * all zeros become that of Q8_0, whose functions need nothing for it. Codes with a sign lose their zero. */
 static int raised_by(int type) {
     const BlockType traits = BLOCK_TYPES[type];
+    if (HAS_SIGNED_CODES) return traits.has_minimum || is_wide(type) ? 0 : -(1 << traits.zero_bits);
     const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
     return has_dot_product && !traits.has_minimum && !traits.has_halves ? 128 - (1 << traits.zero_bits) : 0;
 }
@@ -56,6 +69,8 @@ INLINE uint32_t largest_bits(const Floats numbers[GROUP / LANES]) {
     }
 #if defined(__AVX512F__)
     return (uint32_t)_mm512_reduce_max_epi32((__m512i)most);
+#elif defined(WITH_NEON)
+    return (uint32_t)vmaxvq_s32((int32x4_t)most);
 #else
     uint32_t lanes[LANES], largest = 0;
     memcpy(lanes, &most, sizeof lanes);
@@ -75,6 +90,19 @@ INLINE void store_codes(Int8Block *block, const Floats numbers[GROUP / LANES], c
         const __m128i parts = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8(-128)), _mm_setzero_si128());
         memcpy(block->codes + i * 16, &bytes, sizeof bytes);
         sums[i] = _mm_cvtsi128_si32(parts) + _mm_extract_epi16(parts, 4) - 16 * 128;
+    }
+#elif defined(WITH_NEON) /* the conversion rounds to nearest even */
+    const uint8x16_t order = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15};
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+        int32x4_t four[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) four[j] = vcvtnq_s32_f32((float32x4_t)(numbers[i * 4 + j] * inverse));
+        const int16x8_t low = vmovn_high_s32(vmovn_s32(four[0]), four[1]);
+        const int16x8_t high = vmovn_high_s32(vmovn_s32(four[2]), four[3]);
+        const int8x16_t codes = vmovn_high_s16(vmovn_s16(low), high);
+        vst1q_s8(block->codes + i * 16, vqtbl1q_s8(codes, order));
+        sums[i] = vaddlvq_s8(codes);
     }
 #else
     int32_t values[GROUP];
@@ -123,9 +151,20 @@ void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
     }
 }
 
+/* Write the codes of two steps of a vector of columns. */
+INLINE void store_two_steps(uint8_t *codes, const int v, const Words even, const Words odd) {
+#if defined(NEON_I8MM) /* place_in_group() */
+    store_floats(codes + v * 2 * VECTOR_BYTES, (Floats)vzip1q_u32((uint32x4_t)even, (uint32x4_t)odd));
+    store_floats(codes + v * 2 * VECTOR_BYTES + VECTOR_BYTES, (Floats)vzip2q_u32((uint32x4_t)even, (uint32x4_t)odd));
+#else
+    store_floats(codes + v * VECTOR_BYTES, (Floats)even);
+    store_floats(codes + ROW_BYTES + v * VECTOR_BYTES, (Floats)odd);
+#endif
+}
+
 INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     const QuantizedLayout layout = layout_of(type);
-    const Words raised = all_words(work->raised_by * 0x01010101u);
+    const AllBytes raised = (AllBytes)all_words((uint8_t)work->raised_by * 0x01010101u);
     const OwnParts own = own_parts(work->type, type);
     for (int64_t g = work->first; g < work->last; g++, to++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
@@ -136,10 +175,12 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
                 store_floats(to->scale[half] + v * LANES, scales.scale[half]);
                 if (has_minimum(type)) store_floats(to->minimum[half] + v * LANES, scales.minimum[half]);
             }
-#pragma GCC unroll 8
-            for (int s = 0; s < 8; s++)
-                store_floats(to->codes[s] + v * VECTOR_BYTES,
-                             (Floats)(codes_of_step(group + layout.scale_bytes, v, s, own.levels, type) + raised));
+#pragma GCC unroll 4
+            for (int s = 0; s < 8; s += 2) {
+                const Words even = codes_of_step(group + layout.scale_bytes, v, s, own.levels, type);
+                const Words odd = codes_of_step(group + layout.scale_bytes, v, s + 1, own.levels, type);
+                store_two_steps(to->codes[s], v, (Words)((AllBytes)even + raised), (Words)((AllBytes)odd + raised));
+            }
         }
     }
 }
@@ -181,6 +222,7 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
  * to the second level cache. */
 static void multiply_slice(const Int8Work *slice, int num_rows, int type, const char *ahead, int64_t ahead_bytes) {
     const int num_parts = HAS_AMX ? 1 : (num_rows + INT8_ROWS - 1) / INT8_ROWS;
+    const int units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
     for (int i = 0; i < num_parts; i++) {
         for (int64_t line = ahead_bytes * i / num_parts; line < ahead_bytes * (i + 1) / num_parts; line += 64)
             __builtin_prefetch(ahead + line, 0, 2);
@@ -188,7 +230,8 @@ static void multiply_slice(const Int8Work *slice, int num_rows, int type, const 
             int8_multiply_amx(slice, num_rows, type);
             return;
         }
-        const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
+        const int begin = units * i / num_parts * UNIT_ROWS, end = units * (i + 1) / num_parts * UNIT_ROWS;
+        const int rows = (end < num_rows ? end : num_rows) - begin;
         Int8Work work = *slice;
         work.x += begin * work.x_stride;
         work.out += begin * PANEL_COLUMNS;
@@ -221,7 +264,7 @@ static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t p
         int8_unpack(&work, slice);
         work.panel = (const char *)slice;
         const char *ahead = (const char *)args->weights + entry->offset + group_offset(layout, last);
-        multiply_slice(&work, num_rows, raised ? Q8_0 : entry->type, ahead, (int64_t)layout.group_bytes * SLICE_GROUPS);
+        multiply_slice(&work, num_rows, raised && !has_halves(entry->type) ? Q8_0 : entry->type, ahead, (int64_t)layout.group_bytes * SLICE_GROUPS);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
 }

@@ -38,14 +38,15 @@ typedef struct {
     int32_t first_line, line_step; /* bytes, to the cache lines of that group which are prefetched */
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
-    int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum */
+    int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum.
+                        * NEON takes it off as codes are unpacked */
     int32_t raised_by; /* what is added to codes as they are unpacked */
     float *out;       /* sums [rows][PANEL_COLUMNS], which are added to */
 } Int8Work;
 
 /* A group with its codes as bytes and its scales as floats. */
 typedef struct {
-    uint8_t codes[8][PANEL_COLUMNS * 4]; /* steps of four codes for each column */
+    uint8_t codes[8][PANEL_COLUMNS * 4]; /* steps of four codes for each column; see place_in_group() */
     float scale[2][PANEL_COLUMNS], minimum[2][PANEL_COLUMNS]; /* for each half, if the type has those; else the first */
 } Int8Group;
 

@@ -36,11 +36,25 @@ enum { HAS_DOT_PRODUCT = 0 };
 /* Return what changes codes of eight bits without a sign to those that products take. */
 INLINE uint32_t sign_bits(const int type) { return HAS_SIGNED_CODES && is_wide(type) ? 0x80808080 : 0; }
 
+/* Return where an Int8Group has code k of a column. With SMMLA a vector has eight codes of each of two columns. */
+INLINE int place_in_group(const int k, const int column) {
+#if defined(NEON_I8MM)
+    return k / 8 * 2 * ROW_BYTES + column * 8 + k % 2 * 4 + k % 8 / 2;
+#else
+    return (k / 8 * 2 + k % 2) * ROW_BYTES + column * 4 + k % 8 / 2;
+#endif
+}
+
+typedef uint8_t AllBytes __attribute__((vector_size(VECTOR_BYTES)));
+
 /* Return bits `plane` of each code of step s, from bit `to` on. */
 INLINE Words plane_of_step(const char *at, const int s, const int plane, const int to, const int planes) {
     const int bits = plane == FOURS ? 4 : plane == TWOS ? 2 : 1, steps = 8 / bits;
     const uint32_t mask = ((1u << bits) - 1) * 0x01010101;
     const Words row = load_words(at + (first_row_of(planes, plane) + s / steps) * ROW_BYTES);
+#if defined(WITH_NEON) /* which shifts bytes: nothing is left to remove from their upper bits */
+    if (to == 0 && s % steps == steps - 1) return (Words)((AllBytes)row >> (8 - bits));
+#endif
     return moved(row, s % steps * bits, to) & (mask << to);
 }
 
@@ -102,9 +116,10 @@ typedef struct {
     Scales scales[INT8_VECTORS];
 } GroupParts;
 
-/* Prefetch packed codes while a group is multiplied. */
+/* Prefetch packed codes while the first vectors of a group are multiplied. */
 INLINE void prefetch_codes(const Int8Work *work, const char *group, const int bytes, const int rows) {
     if (rows == 1)
+#pragma GCC unroll 20
         for (int line = 0; line < bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
     else
         for (int line = work->first_line; line < bytes; line += work->line_step)
@@ -129,7 +144,7 @@ INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, cons
     }
     const QuantizedLayout layout = layout_of(type);
     const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-    prefetch_codes(work, group, layout.group_bytes, rows);
+    if (v == 0) prefetch_codes(work, group, layout.group_bytes, rows);
     parts.codes = group + layout.scale_bytes + v * VECTOR_BYTES;
     parts.levels = own->levels;
 #pragma GCC unroll 2
@@ -145,8 +160,8 @@ INLINE int32_t sum_of_x(const Int8Block *x, const int half, const int type) {
 }
 
 /* Return what sums of products with a row's block begin with: what the zero of the codes takes off. */
-INLINE Signed zeros_of(const Int8Block *x, const int half, const int zero_bits, const int type) {
-    if (has_minimum(type) || (HAS_SIGNED_CODES && is_wide(type))) return (Signed){0};
+INLINE Signed zeros_of(const Int8Block *x, const int half, const int zero_bits, const int type, const int is_unpacked) {
+    if (has_minimum(type) || (HAS_SIGNED_CODES && (is_unpacked || is_wide(type)))) return (Signed){0};
     if (has_halves(type)) return -((Signed)all_words((uint32_t)sum_of_x(x, half, type)) << zero_bits);
     if (is_wide(type)) return (Signed)all_words((uint32_t)x->zeros);
     return (Signed)all_words((uint32_t)x->zeros) >> (7 - zero_bits);
@@ -182,7 +197,7 @@ INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *pa
     const int zero_bits = is_unpacked ? work->zero_bits : BLOCK_TYPES[type].zero_bits;
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++) {
-        const Signed zeros = zeros_of(work->x + row * work->x_stride + block, half, zero_bits, type);
+        const Signed zeros = zeros_of(work->x + row * work->x_stride + block, half, zero_bits, type, is_unpacked);
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++) sums[row][i] = zeros;
     }

@@ -3,14 +3,27 @@
 #define INT8_FUNCTIONS_H
 
 #include "products/int8_block.h"
+#if defined(NEON_I8MM)
+#include "products/int8_pairs.h"
+#endif
 
 #define INT8_PACKED(name, type, rows) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 0); }
 #define INT8_PACKED_ENTRY(name, type, rows) [type] = name##_##rows,
 #define INT8_PACKED_TYPES(rows) EACH_INT8_TYPE(INT8_PACKED, rows)
 #define INT8_PACKED_ROW(rows) {EACH_INT8_TYPE(INT8_PACKED_ENTRY, rows)}
+#if defined(NEON_I8MM)
+#if defined(__clang__)
+#define KEEPS_ORDER
+#else /* GCC 12 would move loads so far ahead that sums of five and six rows do not fit the registers */
+#define KEEPS_ORDER __attribute__((optimize("no-schedule-insns")))
+#endif
+#define INT8_UNPACKED(name, rows, type) \
+    static KEEPS_ORDER void name##_##rows(const Int8Work *work) { multiply_pairs(work, rows, type); }
+#else
 #define INT8_UNPACKED(name, rows, type) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 1); }
+#endif
 #define INT8_UNPACKED_TYPES(rows)                                                                       \
     INT8_UNPACKED(bytes, rows, Q8_0) INT8_UNPACKED(scaled, rows, Q4_0) INT8_UNPACKED(moved_up, rows, Q4_1) \
     INT8_UNPACKED(halves, rows, Q6_K) INT8_UNPACKED(halves_moved_up, rows, Q2_K)
