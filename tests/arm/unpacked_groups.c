@@ -1,0 +1,88 @@
+/* Multiplies rows of blocks with unpacked groups by the functions of int8.h, and compares every bit with its definition.
+ *
+ * Exit status 0 = all rows of all types are right. test_unpacked_groups.py compiles it for each variant for ARM64.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "products/int8_functions.h"
+
+enum { GROUPS = 5 };
+
+static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = {INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2),
+                                                               INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4),
+                                                               INT8_UNPACKED_ROW(5), INT8_UNPACKED_ROW(6)};
+static Int8Group groups[GROUPS];
+static Int8Block x[INT8_ROWS][GROUPS];
+
+static int random_code(int bits) { return (rand() >> 8) % (1 << bits) - (1 << (bits - 1)); }
+static float random_scale(void) { return (float)(rand() % 2001 - 1000) * 0.00173f; }
+
+/* Number k of a group's column, and number k of a block. */
+static int weight(int g, int k, int column) { return (int8_t)groups[g].codes[0][place_in_group(k, column)]; }
+static int number(int row, int g, int k) { return x[row][g].codes[k / 8 * 8 + k % 2 * 4 + k % 8 / 2]; }
+
+static void fill(void) {
+    for (int g = 0; g < GROUPS; g++) {
+        for (int i = 0; i < 8 * ROW_BYTES; i++) groups[g].codes[0][i] = (uint8_t)random_code(g == 0 ? 8 : 7);
+        for (int half = 0; half < 2; half++)
+            for (int column = 0; column < PANEL_COLUMNS; column++)
+                groups[g].scale[half][column] = random_scale(), groups[g].minimum[half][column] = random_scale();
+    }
+    for (int row = 0; row < INT8_ROWS; row++)
+        for (int g = 0; g < GROUPS; g++) {
+            Int8Block *block = &x[row][g];
+            int sums[2] = {0};
+            for (int k = 0; k < GROUP; k++) block->codes[k] = (int8_t)random_code(8);
+            for (int k = 0; k < GROUP; k++) sums[k / (GROUP / 2)] += block->codes[k];
+            block->scale = random_scale(), block->sum = (float)(sums[0] + sums[1]);
+            block->zeros = -128 * (sums[0] + sums[1]), block->sum_of_first = sums[0];
+        }
+}
+
+/* The definition of int8.h; `volatile` has each product and each sum rounded. */
+static float defined(int row, int column, int type, float sum) {
+    const BlockType traits = BLOCK_TYPES[type];
+    const int halves = 1 + traits.has_halves, count = GROUP / halves;
+    for (int g = 0; g < GROUPS; g++) {
+        volatile float value = 0.0f, part;
+        int sums_of_x[2] = {0};
+        for (int half = 0; half < halves; half++) {
+            int32_t products = 0;
+            for (int k = half * count; k < (half + 1) * count; k++) {
+                products += weight(g, k, column) * number(row, g, k);
+                sums_of_x[half] += number(row, g, k);
+            }
+            part = (float)products * groups[g].scale[half][column];
+            value = half ? value + part : part;
+        }
+        for (int half = 0; half < halves && traits.has_minimum; half++) {
+            part = (float)sums_of_x[half] * groups[g].minimum[half][column];
+            value = value + part;
+        }
+        part = value * x[row][g].scale;
+        sum = sum + part;
+    }
+    return sum;
+}
+
+int main(void) {
+    static const int types[] = {Q8_0, Q4_1, Q6_K, Q2_K};
+    int wrong = 0;
+    fill();
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        for (int rows = 1; rows <= INT8_ROWS; rows++) {
+            float out[INT8_ROWS + 1][PANEL_COLUMNS];
+            for (int j = 0; j < (INT8_ROWS + 1) * PANEL_COLUMNS; j++) out[0][j] = 0.25f;
+            const Int8Work work = {.panel = (const char *)groups, .type = types[i], .last = GROUPS, .x = x[0],
+                                   .x_stride = GROUPS, .zero_bits = 7, .out = out[0]};
+            functions[rows - 1][types[i]](&work);
+            for (int row = 0; row <= INT8_ROWS; row++)
+                for (int column = 0; column < PANEL_COLUMNS; column++) {
+                    const float expected = row < rows ? defined(row, column, types[i], 0.25f) : 0.25f;
+                    wrong += memcmp(&out[row][column], &expected, sizeof expected) != 0;
+                }
+            printf("type %d, %d rows: %d wrong\n", types[i], rows, wrong);
+        }
+    return wrong != 0;
+}
