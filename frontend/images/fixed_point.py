@@ -46,7 +46,8 @@ def _rounded(values: Sequence[UInt8s], weights: Sequence[Int32s], bits: int) -> 
     total = np.full(values[0].shape, 1 << (bits - 1), np.int32)
     for value, weight in zip(values, weights, strict=True):
         total += value * weight
-    return np.clip(total >> bits, 0, 255).astype(np.uint8)
+    result: UInt8s = np.clip(total >> bits, 0, 255).astype(np.uint8)
+    return result
 
 
 def _taps(old: int, new: int) -> tuple[Ints, Int32s, int]:
