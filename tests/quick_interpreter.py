@@ -11,10 +11,13 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from triton.language import core
 from triton.language.core import is_builtin
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+from kernels.triton.arithmetic.sums import sum_of, sums_of_columns, sums_of_rows
 
 
 @cache
@@ -48,7 +51,20 @@ def _patch_within(fn: Any) -> None:
     interpreter._patch_lang(fn)
 
 
+#: Sums of many steps, and along which axis: NumPy takes the same steps at once.
+SUMS = {sum_of.fn: 0, sums_of_rows.fn: 1, sums_of_columns.fn: 0}
+
+
+def _sum_along(axis: int, numbers: Any) -> Any:
+    rows = np.moveaxis(numbers.handle.data, axis, 0)
+    while (half := len(rows) // 2) > 0:
+        rows = rows[:half] + rows[half:]
+    return interpreter.ReduceOps(axis, None, False).to_tensor(rows[0], numbers.dtype)
+
+
 def _call_within(self: Any, *arguments: Any, **options: Any) -> Any:
+    if (axis := SUMS.get(self.fn)) is not None:
+        return _sum_along(axis, *arguments)
     _patch_within(self.fn)
     try:
         return self.rewrite()(*arguments, **options)
@@ -114,6 +130,42 @@ def _quick_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
     return _broadcast(self, lhs, rhs)
 
 
+#: Types of two operands whose result has that type, whatever the operation.
+_PLAIN = frozenset({"fp32", "fp64", "int32", "int64"})
+_operands = TritonSemantic.binary_op_type_checking_impl
+_constants: dict[Any, Any] = {}
+
+
+def _quick_operands(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
+    """What numbers become next to a block stays the same: nothing writes into a block."""
+    left, right = type(lhs), type(rhs)
+    if left is core.tensor and lhs.dtype.name in _PLAIN:
+        shape = getattr(lhs.type, "quick_shape", None)
+        if right is core.tensor:
+            if rhs.dtype is lhs.dtype and getattr(rhs.type, "quick_shape", None) is shape:
+                return lhs, rhs
+        elif right is float or right is int:
+            key = right, float(rhs).hex() if right is float else rhs, lhs.dtype, shape
+            if (found := _constants.get(key)) is None:
+                same, found = _operands(self, lhs, rhs, *options, **named)
+                if same is not lhs:
+                    return same, found
+                _constants[key] = found
+            return lhs, found
+    return _operands(self, lhs, rhs, *options, **named)
+
+
+_unwrap = core._unwrap_if_constexpr
+_UNWRAPPED = frozenset({core.tensor, int, float, bool, str, type(None), core.dtype})
+
+
+def _quick_unwrap(given: Any) -> Any:
+    kind = type(given)
+    if kind is core.constexpr:
+        return given.value
+    return given if kind in _UNWRAPPED else _unwrap(given)
+
+
 def quicken() -> None:
     """Have the interpreter search once."""
     builder = interpreter.interpreter_builder
@@ -125,4 +177,6 @@ def quicken() -> None:
     core.block_type.__init__ = _init_block_type
     core.tensor.__init__ = _init_tensor
     TritonSemantic.broadcast_impl_value = _quick_broadcast
+    TritonSemantic.binary_op_type_checking_impl = _quick_operands
+    core._unwrap_if_constexpr = _quick_unwrap
     TritonSemantic.computation_type_impl = cache(TritonSemantic.computation_type_impl)

@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import error_function, exponential
 from kernels.triton.device import power_of_2
-from kernels.triton.gated_activation import MAX_BLOCK, SQRT_8_OVER_PI
+from kernels.triton.gated_activation import MAX_BLOCK, gelu_tanh_of
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _GELU_TANH, _GELU_ERF, _RELU_SQUARED, _XIELU = (tl.constexpr(number) for number in range(4))
@@ -15,15 +16,15 @@ _GELU_TANH, _GELU_ERF, _RELU_SQUARED, _XIELU = (tl.constexpr(number) for number 
 def _exponential_rest(x):
     """Return exp(x) - 1 - x for x <= 0: the series near 0, where the difference would lose its digits."""
     near = tl.maximum(x, -0.5)  # nothing that is not chosen overflows
-    sums = near * (1.0 / 3628800.0) + 1.0 / 362880.0
-    sums = sums * near + 1.0 / 40320.0
-    sums = sums * near + 1.0 / 5040.0
-    sums = sums * near + 1.0 / 720.0
-    sums = sums * near + 1.0 / 120.0
-    sums = sums * near + 1.0 / 24.0
-    sums = sums * near + 1.0 / 6.0
-    sums = sums * near + 0.5
-    return tl.where(x > -0.5, sums * near * near, tl.exp(x) - 1.0 - x)
+    sums = tl.fma(near, 1.0 / 3628800.0, 1.0 / 362880.0)
+    sums = tl.fma(sums, near, 1.0 / 40320.0)
+    sums = tl.fma(sums, near, 1.0 / 5040.0)
+    sums = tl.fma(sums, near, 1.0 / 720.0)
+    sums = tl.fma(sums, near, 1.0 / 120.0)
+    sums = tl.fma(sums, near, 1.0 / 24.0)
+    sums = tl.fma(sums, near, 1.0 / 6.0)
+    sums = tl.fma(sums, near, 0.5)
+    return tl.where(x > -0.5, sums * near * near, exponential(x) - 1.0 - x)
 
 
 @triton.jit
@@ -43,12 +44,9 @@ def activate_kernel(x, out, constants, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
         above = number * number * tl.load(constants)
         result = tl.where(number > 0.0, above, below) + number * tl.load(constants + 2)
     elif FUNCTION == _GELU_ERF:
-        result = number * 0.5 * (1.0 + tl.erf(number * _SQRT_HALF))
+        result = number * (0.5 + 0.5 * error_function(number * _SQRT_HALF))
     else:
-        inner = (number * number * 0.044715 + 1.0) * number * SQRT_8_OVER_PI
-        # exp of a number <= 0 never overflows.
-        small = tl.exp(-tl.abs(inner))
-        result = number * (tl.where(inner < 0, small, 1.0) / (1.0 + small))
+        result = gelu_tanh_of(number)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import exp2_negative, exponential
 from kernels.triton.cache_rows import load_rows
 from kernels.triton.device import dot
 
@@ -65,8 +66,8 @@ def fold_tile(
     scores = dot(queries, keys, tl.zeros((own.shape[0], BLOCK_N), tl.float32)) * scale
     if HAS_CAP:
         # cap * tanh(score / cap), with an exponential that never overflows.
-        small = tl.exp(-2.0 * tl.abs(scores) / soft_cap)
-        size = soft_cap * (1.0 - small) / (1.0 + small)
+        small = exponential(tl.div_rn(-2.0 * tl.abs(scores), soft_cap))
+        size = tl.div_rn(soft_cap * (1.0 - small), 1.0 + small)
         scores = tl.where(scores < 0, -size, size)
     seen = at[None, :] <= own[:, None]
     if WINDOW > 0:
@@ -74,8 +75,8 @@ def fold_tile(
     scores = tl.where(seen, scores * LOG2_E, -float("inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weights = tl.exp2(scores - finite[:, None])
-    shrunk = tl.exp2(maximum - finite)
+    weights = exp2_negative(scores - finite[:, None])
+    shrunk = exp2_negative(maximum - finite)
     values = load_rows(
         layer, block[:, None], KV_HEADS + head, offset[:, None], d[None, :], there[:, None], queries.dtype,
         KV_HEADS, HEAD_DIM, BLOCK_SIZE,
@@ -90,8 +91,8 @@ def merged(maximum, total, sums, their_maximum, their_total, their_sums):
     """Return maximum and total [M], and sums [M, D], with those of the next split."""
     new_maximum = tl.maximum(maximum, their_maximum)
     finite = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    shrunk = tl.exp2(maximum - finite)
-    factor = tl.exp2(their_maximum - finite)
+    shrunk = exp2_negative(maximum - finite)
+    factor = exp2_negative(their_maximum - finite)
     total = total * shrunk + their_total * factor
     return new_maximum, total, sums * shrunk[:, None] + their_sums * factor[:, None]
 
@@ -99,5 +100,5 @@ def merged(maximum, total, sums, their_maximum, their_total, their_sums):
 @triton.jit
 def attention_of(total, sums):
     """Return the result for total [M] and sums [M, D]. A sum that is 0 has no sign, however many splits it is from."""
-    return (sums + 0.0) / tl.where(total == 0, 1.0, total)[:, None]
+    return (sums + 0.0) * tl.div_rn(1.0, tl.where(total == 0, 1.0, total))[:, None]
 # fmt: on

@@ -4,27 +4,32 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import exponential
 from kernels.triton.device import power_of_2
 
 MAX_BLOCK = 1024
-SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
+
+
+@triton.jit
+def gelu_tanh_of(x):
+    """Return the tanh form of gelu for float32 numbers."""
+    return tl.div_rn(x, 1.0 + exponential(-x * (tl.fma(x * x, 0.044715, 1.0) * _SQRT_8_OVER_PI)))
 
 
 @triton.jit
 def gated(gate, up, FUNCTION: tl.constexpr):
     """Return f(gate) * up; all float32. FUNCTION: silu, gelu_pytorch_tanh or clamped_silu."""
-    inner = gate
     if FUNCTION == "gelu_pytorch_tanh":
-        inner = (gate * gate * 0.044715 + 1.0) * gate * SQRT_8_OVER_PI
-    if FUNCTION == "clamped_silu":
+        opened = gelu_tanh_of(gate)
+    elif FUNCTION == "clamped_silu":
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
-        inner = gate * _STEEPNESS
+        opened = tl.div_rn(gate, 1.0 + exponential(gate * -_STEEPNESS))
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
-    # exp of a number <= 0 never overflows.
-    small = tl.exp(-tl.abs(inner))
-    sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
-    return gate * sigmoid * up
+    else:
+        opened = tl.div_rn(gate, 1.0 + exponential(-gate))
+    return opened * up
 
 
 @triton.jit

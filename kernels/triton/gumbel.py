@@ -6,34 +6,14 @@ Each operation is rounded separately: kernels/triton/device.py turns fused multi
 import triton
 import triton.language as tl
 
-from kernels.gumbel import HIGH_BITS, LN_2, LN_SERIES, LOW_BITS, SQRT_HALF_BITS
+from kernels.gumbel import HIGH_BITS, LOW_BITS
+from kernels.triton.arithmetic.elementary import ln
 
 #: One call must compute the noise of a multiple of this many tokens: those of one block of Philox numbers.
 TOKENS_PER_BLOCK = 8
 
 _HIGH_BITS = tl.constexpr(HIGH_BITS)
 _LOW_BITS = tl.constexpr(LOW_BITS)
-_LN_15, _LN_13, _LN_11, _LN_9, _LN_7, _LN_5, _LN_3 = map(tl.constexpr, LN_SERIES[:-1])
-_LN_2 = tl.constexpr(LN_2)
-_SQRT_HALF_BITS = tl.constexpr(SQRT_HALF_BITS)
-
-
-@triton.jit
-def ln(x):
-    """Return the natural logarithm of positive normal float64 numbers."""
-    bits = x.to(tl.int64, bitcast=True)
-    exponent = (bits - _SQRT_HALF_BITS) >> 52
-    mantissa = (bits - (exponent << 52)).to(tl.float64, bitcast=True)
-    s = (mantissa - 1.0) / (mantissa + 1.0)
-    square = s * s
-    series = square * _LN_15 + _LN_13
-    series = series * square + _LN_11
-    series = series * square + _LN_9
-    series = series * square + _LN_7
-    series = series * square + _LN_5
-    series = series * square + _LN_3
-    series = series * square + 2.0
-    return exponent.to(tl.float64) * _LN_2 + s * series
 
 
 @triton.jit

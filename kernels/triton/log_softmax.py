@@ -4,7 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import exp2_negative, ln
+from kernels.triton.arithmetic.sums import sum_of
+
 BLOCK = 1024
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -21,8 +25,8 @@ def log_softmax_kernel(logits, divisors, out, vocab_size, BLOCK: tl.constexpr):
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab_size, BLOCK):
         values = tl.load(logits + row + start + at, mask=start + at < vocab_size, other=-float("inf"))
-        sums += tl.exp(tl.div_rn(values, divisor) - maximum)
-    total = tl.log(tl.sum(sums, 0))
+        sums += exp2_negative((tl.div_rn(values, divisor) - maximum) * _LOG2_E)
+    total = ln(sum_of(sums).to(tl.float64)).to(tl.float32)
     for start in range(0, vocab_size, BLOCK):
         values = tl.load(logits + row + start + at, mask=start + at < vocab_size, other=0.0)
         tl.store(out + row + start + at, tl.div_rn(values, divisor) - maximum - total, mask=start + at < vocab_size)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.sums import sum_of
 from kernels.triton.device import power_of_2
 
 
@@ -32,8 +33,8 @@ def norm_kernel(
             values = before
     if HAS_WEIGHT:
         if CENTRED:
-            values = tl.where(inside, values - tl.sum(values, 0) / WIDTH, 0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(values * values, 0) / WIDTH + eps)
+            values = tl.where(inside, values - tl.div_rn(sum_of(values), WIDTH * 1.0), 0.0)
+        scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of(values * values), WIDTH * 1.0) + eps))
         values = values * scale * tl.load(weight + column, mask=inside, other=0.0)
         if HAS_BIAS:
             values += tl.load(bias + column, mask=inside, other=0.0)

@@ -17,8 +17,8 @@ from kernels.rounding import ceil_div
 from kernels.triton.device import dot, has_room
 from kernels.triton.gated_activation import gated
 
-#: Version of the arithmetic; part of the fingerprint.
-ARITHMETIC = 1
+#: Version of the arithmetic, with that of kernels/triton/arithmetic/; part of the fingerprint.
+ARITHMETIC = 2
 #: Tiles of rows whose programs run next to each other with the same weights, so that these are read from memory once.
 _SIDE_BY_SIDE = tl.constexpr(8)
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import exponential
 from kernels.triton.device import power_of_2
 from kernels.triton.gated_activation import MAX_BLOCK
 
@@ -16,10 +17,7 @@ def open_gates_kernel(mixed, gates, WIDTH: tl.constexpr, EACH: tl.constexpr, BLO
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
     which = tl.program_id(0).to(tl.int64) * (WIDTH // EACH) + column // EACH
     gate = tl.load(gates + which, mask=inside, other=0.0).to(tl.float32)
-    # exp of a number <= 0 never overflows.
-    small = tl.exp(-tl.abs(gate))
-    sigmoid = tl.where(gate < 0, small, 1.0) / (1.0 + small)
-    result = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32) * sigmoid
+    result = tl.div_rn(tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32), 1.0 + exponential(-gate))
     tl.store(mixed + at, result.to(mixed.dtype.element_ty), mask=inside)
 
 

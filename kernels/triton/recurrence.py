@@ -14,6 +14,8 @@ import triton.language as tl
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.rounding import ceil_div, round_up
 from kernels.torch.tensors import to_tensor
+from kernels.triton.arithmetic.elementary import exponential, softplus
+from kernels.triton.arithmetic.sums import sum_of, sums_of_columns
 from kernels.triton.device import power_of_2
 
 #: Channels of a program of the convolution, and columns of a head's matrix of a program.
@@ -99,7 +101,7 @@ def convolve_kernel(
     if SHORT:
         sums *= tl.load(x + token.to(tl.int64) * width + CHANNELS + channel, mask=inside, other=0.0).to(tl.float32)
     else:
-        sums = sums / (1.0 + tl.exp(-sums))
+        sums = tl.div_rn(sums, 1.0 + exponential(-sums))
     tl.store(out + token.to(tl.int64) * CHANNELS + channel, sums.to(out.dtype.element_ty), mask=inside)
 
 
@@ -170,21 +172,21 @@ def recur_kernel(
         keys = tl.load(row + keys_at + group * KEYS + k, mask=k < KEYS, other=0.0)
         values = tl.load(row + values_at + head * VALUES + v, mask=v < VALUES, other=0.0)
         given = tl.load(x + token * width + steps_at + head).to(tl.float32) + step_bias
-        step = tl.maximum(given, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(given)))
+        step = softplus(given)
         if DELTA:
-            queries = queries / tl.sqrt(tl.sum(queries * queries, 0) + 1e-6) * scale
-            keys = keys / tl.sqrt(tl.sum(keys * keys, 0) + 1e-6)
+            queries = tl.div_rn(queries, tl.sqrt_rn(sum_of(queries * queries) + 1e-6)) * scale
+            keys = tl.div_rn(keys, tl.sqrt_rn(sum_of(keys * keys) + 1e-6))
             beta = tl.load(x + token * width + betas_at + head).to(tl.float32)
-            factor = most_beta / (1.0 + tl.exp(-beta))
+            factor = tl.div_rn(most_beta, 1.0 + exponential(-beta))
         else:
             step = tl.minimum(tl.maximum(step, least_step), most_step)
             factor = step
-        matrix *= tl.exp(-rate * step)
+        matrix *= exponential(-rate * step)
         added = values
         if DELTA:
-            added = values - tl.sum(keys[:, None] * matrix, 0)
+            added = values - sums_of_columns(keys[:, None] * matrix)
         matrix += keys[:, None] * (added * factor)[None, :]
-        result = tl.sum(queries[:, None] * matrix, 0)
+        result = sums_of_columns(queries[:, None] * matrix)
         if SKIPS:
             result += skip * values
         tl.store(out + (token * HEADS + head) * VALUES + v, result, mask=v < VALUES)
@@ -209,11 +211,11 @@ def close_kernel(
     inside = column < WIDTH
     number = tl.load(results + (token * PARTS + part) * WIDTH + column, mask=inside, other=0.0)
     gate = tl.load(x + token * width + gates_at + part * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    opened = gate / (1.0 + tl.exp(-gate))
+    opened = tl.div_rn(gate, 1.0 + exponential(-gate))
     if BEFORE:
         number *= opened
     if NORMED:
-        number = number / tl.sqrt(tl.sum(number * number, 0) / WIDTH + eps)
+        number = tl.div_rn(number, tl.sqrt_rn(tl.div_rn(sum_of(number * number), WIDTH * 1.0) + eps))
         if BEFORE:
             number *= tl.load(norm + part * WIDTH + column, mask=inside, other=0.0)
         else:

@@ -5,18 +5,26 @@ import triton
 import triton.language as tl
 
 from kernels.torch.tensors import DTYPES
+from kernels.triton.arithmetic.sums import sum_of, sums_of_rows
 from kernels.triton.cache_rows import largest_of, store_rows
 from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 
 
 @triton.jit
+def _total(means):
+    """Return the sum of means [heads, 1]."""
+    return sum_of(tl.reshape(means, (means.shape[0],)))
+
+
+@triton.jit
 def _mean(numbers, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, OF_ROWS: tl.constexpr):
     """Return the mean of each head's numbers [heads, n], or with OF_ROWS those of all Q and all K heads: [heads, 1]."""
-    mean = tl.sum(numbers, 1)[:, None] / HEAD_DIM
+    mean = tl.div_rn(sums_of_rows(numbers), HEAD_DIM * 1.0)[:, None]
     if OF_ROWS:
-        of_queries = tl.sum(tl.where(head < HEADS, mean, 0.0)) / HEADS
-        mean = tl.where(head < HEADS, of_queries, tl.sum(tl.where(head < HEADS, 0.0, mean)) / KV_HEADS)
+        of_queries = tl.div_rn(_total(tl.where(head < HEADS, mean, 0.0)), HEADS * 1.0)
+        of_keys = tl.div_rn(_total(tl.where(head < HEADS, 0.0, mean)), KV_HEADS * 1.0)
+        mean = tl.where(head < HEADS, of_queries, of_keys)
     return mean
 
 
@@ -31,7 +39,8 @@ def _normalised(
         mean = _mean(first + second, head, HEADS, KV_HEADS, HEAD_DIM, OF_ROWS)
         first = tl.where(inside, first - mean, 0.0)
         second = tl.where(inside, second - mean, 0.0)
-    norm = 1.0 / tl.sqrt(_mean(first * first + second * second, head, HEADS, KV_HEADS, HEAD_DIM, OF_ROWS) + eps)
+    mean = _mean(first * first + second * second, head, HEADS, KV_HEADS, HEAD_DIM, OF_ROWS)
+    norm = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
     first = first * norm * tl.load(weights + head * HEAD_DIM + i, mask=inside, other=0.0)
     second = second * norm * tl.load(weights + head * HEAD_DIM + HEAD_DIM // 2 + i, mask=inside, other=0.0)
     if OF_ROWS:
@@ -75,7 +84,7 @@ def rope_kernel(
 ):
     """Compute one token in each program.
 
-    cos and sin [T, D] float32 come from kernels.torch.rope.rotary_tables: sin's second half is +sin. growth [T]
+    cos and sin [T, D] float32 come from rotary_tables(): sin's second half is +sin. growth [T]
     float32: factors of queries, if they GROW.
     """
     token = tl.program_id(0).to(tl.int64)

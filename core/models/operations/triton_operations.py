@@ -30,9 +30,10 @@ from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
-from kernels.torch.rope import query_factors, rotary_tables
+from kernels.torch.rope import query_factors
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared, xielu
+from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding

@@ -5,23 +5,25 @@ import triton
 import triton.language as tl
 
 from kernels.routing import Routing
+from kernels.triton.arithmetic.elementary import exp2_negative, exponential
+from kernels.triton.arithmetic.sums import sum_of, sums_of_rows
 from kernels.triton.device import power_of_2
 from kernels.triton.routed.expert_tiles import ExpertTiles, sort_pairs
 
 #: Below all keys that are compared, and above those of experts that are already chosen.
 _LEAST = tl.constexpr(-3.0e38)
 _LEAST_SUM = tl.constexpr(1e-20)
+_LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _scores_of(values, SIGMOID: tl.constexpr):
     """Return the scores of logits [G, S]. Logits that belong to no expert are minus infinity."""
     if SIGMOID:
-        small = tl.exp(-tl.abs(values))  # never overflows
-        scores = tl.where(values < 0, small, 1.0) / (1.0 + small)
+        scores = tl.div_rn(1.0, 1.0 + exponential(-values))
     else:
-        powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
-        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+        powers = exp2_negative((values - tl.max(tl.max(values, 1), 0)) * _LOG2_E)
+        scores = tl.div_rn(powers, sum_of(sums_of_rows(powers)))
     return scores
 
 
@@ -84,7 +86,8 @@ def choose_kernel(
         taken = tl.where(here, 1, taken)
         keys = tl.where(here, -float("inf"), keys)
     if NORMALISES:
-        scores = scores / (tl.maximum(tl.sum(tl.where(taken == 1, scores, 0.0), 0), _LEAST_SUM) + added_to_sum)
+        total = tl.maximum(sum_of(tl.where(taken == 1, scores, 0.0)), _LEAST_SUM)
+        scores = tl.div_rn(scores, total + added_to_sum)
     scores = tl.where(broken == 0, scores * scaling, float("nan"))
     slot = tl.cumsum(taken, 0) - 1
     at = row * NUM_CHOSEN + slot

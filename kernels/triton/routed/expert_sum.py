@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.elementary import exponential
+
 _BLOCK = 512
 
 
@@ -27,8 +29,7 @@ def sum_kernel(
         result = tl.load(shared + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_GATE:
             logit = tl.load(logits + row * COLUMNS + COLUMNS - 1)
-            small = tl.exp(-tl.abs(logit))  # never overflows
-            result = result * (tl.where(logit < 0, small, 1.0) / (1.0 + small))
+            result = tl.div_rn(result, 1.0 + exponential(-logit))
         total += result
     tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
 # fmt: on

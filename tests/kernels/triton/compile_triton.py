@@ -41,6 +41,7 @@ from kernels.triton import (
     shared_prefix,
     threshold_search,
 )
+from kernels.triton.arithmetic import rotary_tables
 from kernels.triton.attention_work import (
     PREFILL_OPTIONS,
     SPLIT,
@@ -52,7 +53,7 @@ from kernels.triton.attention_work import (
 from kernels.triton.device import power_of_2
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
 from tests.kernels.triton.compile_products import Product, each_product
-from tests.kernels.triton.instructions import assert_allowed, assert_one_chain
+from tests.kernels.triton.instructions import assert_allowed, assert_defined, assert_one_chain
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
@@ -66,6 +67,8 @@ OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
 OF_MODELS = {"num_columns", "depth", "width", "num_groups", "first_column", "out_columns"}
 #: Does not run there, as docs/gpu.md says.
 TOO_LARGE = torch.float32, 256, 89
+#: Compare weights of tokens, which are not part of any logit.
+OF_SAMPLES = sampling.draw_kernel, threshold_search.search_kernel
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
 MOST_SPILLED = 128
 
@@ -126,6 +129,16 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         embedding.gather_kernel,
         {"ids": LONG, "positions": INT, "table": HALF, "places": FLOAT, "out": FLOAT, "scale": "fp32"},
         {"WIDTH": 576, "BLOCK": 1024, "HAS_PLACES": True},
+    ),
+    (
+        rotary_tables.tables_kernel,
+        {
+            **dict.fromkeys(("frequencies", "cos", "sin"), FLOAT),
+            "positions": INT,
+            "factor": "fp32",
+            "num_tokens": "i32",
+        },
+        {"HALF": 40, "BLOCK": 64, "TOKENS": 16},
     ),
     (
         kv_cache.copy_kernel,
@@ -374,6 +387,8 @@ def build(
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
     assert_allowed(compiled.asm["ptx"])
+    if kernel not in OF_SAMPLES:
+        assert_defined(compiled.asm["ptx"])
     if kernel is ordered_product.product_kernel:
         ends = not constants["HAS_BIAS"] and not constants["FUNCTION"]
         assert_one_chain(compiled.asm["ptx"], is_float=types["x"] == FLOAT, ends=ends)

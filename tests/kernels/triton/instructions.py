@@ -11,6 +11,10 @@ _PRODUCTS = (
 _ANY = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+")
 _ATOMIC = re.compile(r"\b(?:atom|red)\.\S+")
 _SUM = re.compile(r"\b(?:add|sub|fma)(?:\.\w+)*\.f32\b")
+#: What devices approximate, each kind of them in its own way.
+_APPROXIMATE = re.compile(r"\b(?:ex2|lg2|sin|cos|tanh|rcp|rsqrt|sqrt|div)\.(?:approx|full)\S*")
+#: Numbers that are 0 because they are small.
+_FLUSHED = re.compile(r"\b\w+(?:\.\w+)*\.ftz\S*")
 _ASYNC = re.compile(r"wgmma\.mma_async\S+ \{([^}]*)\}, (%rd\d+), (%rd\d+)")
 
 
@@ -19,6 +23,12 @@ def assert_allowed(ptx: str) -> None:
     assert not _ATOMIC.search(ptx), _ATOMIC.search(ptx)
     others = {name for name in _ANY.findall(ptx) if not any(re.fullmatch(each, name) for each in _PRODUCTS)}
     assert not others, others
+
+
+def assert_defined(ptx: str) -> None:
+    """Of every kernel that computes logits: each result of an instruction is defined, so that a CPU can compute it."""
+    found = [*_APPROXIMATE.findall(ptx), *_FLUSHED.findall(ptx)]
+    assert not found, sorted(set(found))
 
 
 def assert_one_chain(ptx: str, *, is_float: bool, ends: bool) -> None:

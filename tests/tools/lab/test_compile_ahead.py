@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(ON_GPU, reason="is about machines without one")
 ROOT = Path(__file__).parents[3]
 #: Of a model without experts, in bfloat16.
 KERNELS = {
-    *("gather", "prepare", "norm", "product", "rope", "prefill", "decode", "merge", "shared_prefix"),
+    *("gather", "prepare", "tables", "norm", "product", "rope", "prefill", "decode", "merge", "shared_prefix"),
     *("scan", "draw", "choose", "search"),
 }
 
