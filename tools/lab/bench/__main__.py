@@ -82,6 +82,7 @@ DEFAULTS = {
     "weights-update": [],
     "second-turn": [],
     "images": [],
+    "encoder": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype.
 _OPTIONS = {"dtype": "bfloat16"}
@@ -236,6 +237,12 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         from tools.lab.bench.beam_search import measure_beam_search
 
         for record in measure_beam_search(options, rounds=parsed.reps):
+            print_record(record)
+        return
+    if parsed.benchmark == "encoder":
+        from tools.lab.bench.encoder import measure_encoder
+
+        for record in measure_encoder(options, rounds=parsed.reps):
             print_record(record)
         return
     if (in_rounds := _IN_ROUNDS.get(parsed.benchmark)) is not None:
