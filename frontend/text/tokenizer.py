@@ -26,6 +26,11 @@ from ipc.files.tokenizer_json import parse_tokenizer_json
 # TextPrompts: the instructions that an embedding model expects before its texts, by name, from its own files.
 
 
+#: Names of prompts for queries, and for documents, in published models; the first that a model has is used.
+_QUERY = ("query", "search_query", "retrieval.query", "Retrieval-query")
+_DOCUMENT = ("document", "passage", "search_document", "retrieval.passage", "Retrieval-document")
+
+
 class TextPrompts(NamedTuple):
     """The prompts of a model: texts to put before a text, such as "query: "."""
 
@@ -45,6 +50,21 @@ class TextPrompts(NamedTuple):
             known = ", ".join(map(repr, self.by_name)) or "none"
             raise InvalidRequestError(f"prompt_name={chosen!r:.80} is not a prompt of this model; it has {known}")
         return [_after(self.by_name[chosen], prompt) for prompt in prompts]
+
+    def name_for(self, input_type: str) -> str:
+        """Return the name of the prompt for queries, or for documents; "" if the model puts nothing before documents.
+
+        input_type: query or document, or passage, search_query or search_document, as other servers call them.
+        Errors: InvalidRequestError for another one, and if the model has prompts, but none for queries.
+        """
+        names = next((names for names in (_QUERY, _DOCUMENT) if input_type in names), None)
+        if names is None:
+            raise InvalidRequestError(f"input_type must be query or document, got {input_type!r:.80}")
+        found = next((name for name in names if name in self.by_name), "")
+        if not found and names is _QUERY and self.by_name:
+            known = ", ".join(map(repr, self.by_name))
+            raise InvalidRequestError(f"this model has no prompt for queries: use prompt_name, it has {known}")
+        return found
 
 
 def _after(instruction: str, prompt: PromptInput) -> PromptInput:

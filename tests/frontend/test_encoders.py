@@ -67,6 +67,13 @@ def test_prompts_by_name(llm: LLM, caller: Caller, capsys: pytest.CaptureFixture
         llm.embed(TEXTS, use_tqdm=False, prompt_name="passage")
     data = caller.post("/v1/embeddings", {"input": TEXTS, "prompt_name": "query"}).json["data"]
     assert [one["embedding"] for one in data] == wanted
+    for kind, expected in (("search_query", wanted), ("passage", embedded(llm, TEXTS))):
+        data = caller.post("/v1/embeddings", {"input": TEXTS, "input_type": kind}).json["data"]
+        assert [one["embedding"] for one in data] == expected
+    for body, text in (({"input_type": "image"}, "input_type must be"), ({"prompt_name": ""}, "one of them")):
+        answer = caller.post("/v1/embeddings", {"input": TEXTS, "input_type": "query", **body})
+        assert answer.status == 400
+        assert text in answer.json["error"]["message"]
     assert embed.main([*TEXTS, "--connect", caller.connect, "--prompt-name", "query"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["embedding"] for line in lines] == wanted

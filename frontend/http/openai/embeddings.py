@@ -60,6 +60,7 @@ class EmbeddingBody(PoolingFields, kw_only=True):
     encoding_format: str | None = None  # float (the default) or base64
     dimensions: int | None = None
     prompt_name: str | None = None  # see LLM.encode()
+    input_type: str | None = None  # query or document; see TextPrompts.name_for()
     normalize: bool | None = None  # an older name of use_activation
     embed_dtype: str | None = None  # of base64: float32 (the default) or float16
     endianness: str | None = None  # of base64: native, little (the default) or big
@@ -177,6 +178,10 @@ async def _pooled(
     dtype = _dtype_of(body)
     prompts, special = await _prompts_of(service, request, body)
     name = body.prompt_name
+    if body.input_type is not None:
+        if name is not None:
+            raise HttpError(400, "send prompt_name or input_type, one of them", param="input_type")
+        name = service.tokenizer.text_prompts.name_for(body.input_type)
     outputs = await _pool(service, request, body, prompts, params, task, prompt_name=name, special=special)
     return outputs, partial(_encoded, dtype=dtype) if body.encoding_format == "base64" else _numbers
 
