@@ -101,7 +101,7 @@ def _written(folder: Path, shape: EncoderShape) -> Path:
     text = {"model_type": "qwen3_vl_text", "vocab_size": 1000, "hidden_size": shape.vision["out_hidden_size"], **heads}
     text |= {"intermediate_size": 64, "num_hidden_layers": 1, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20]}}
-    whole = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
+    whole: dict[str, Any] = {"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"}
     whole |= {"text_config": text, "vision_config": dict(shape.vision), "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(whole))
     return folder
@@ -117,7 +117,8 @@ def _peer(shape: EncoderShape, image: UInt8s, dtype: str, threads: int) -> dict[
     except ImportError:
         return {}
     torch.set_num_threads(threads)
-    model = Qwen3VLVisionModel(Qwen3VLVisionConfig(**shape.vision)).eval().to(getattr(torch, dtype))
+    build: Any = Qwen3VLVisionModel  # its methods have no types
+    model = build(Qwen3VLVisionConfig(**shape.vision)).eval().to(getattr(torch, dtype))
     side = int(shape.vision["patch_size"])
     grid = torch.tensor([[1, image.shape[0] // side, image.shape[1] // side]])
     numbers = torch.randn(int(grid.prod()), 3 * int(shape.vision["temporal_patch_size"]) * side**2)
