@@ -6,11 +6,13 @@ from functools import partial
 
 from core.border.socket_rounds import AddressedMessage, Border
 from core.engine import EngineCore
-from core.inputs import HoldClient, ReleaseClient
+from core.inputs import HoldClient, ReleaseClient, StoreNews
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import EngineStopping
 from tests.core.driving import PagedExecutor
 from tests.core.hostile_drafts import KINDS, fake_oracle, use
+from tests.core.stateful_executor import StatefulExecutor
+from tests.simulation.block_shelf import BlockShelf, PlayedStore
 from tests.simulation.engine_parts import FailingExecutor, StepFailure, ready_executor, served
 from tests.simulation.network import Router
 from tests.simulation.world import MS, World
@@ -22,8 +24,11 @@ _SENT_BY_ENGINE = 2  # core/border/io_thread.py's
 
 class EngineProcess:
     """An engine that can be stopped and killed. is_paged: the executor reads every context back from its blocks, and
-    gives no log probabilities. poison: a token after which a request fails, for such an executor. on_drain, on_death:
-    called when the engine begins to drain, and when it has ended."""
+    gives no log probabilities. poison: a token after which a request fails, for such an executor. shelf: where
+    the blocks and states of an engine with recurrent layers go. on_drain, on_death: called when the engine begins to
+    drain, and when it has ended."""
+
+    store: PlayedStore | None = None
 
     def __init__(
         self,
@@ -35,6 +40,7 @@ class EngineProcess:
         capacity: int,
         is_paged: bool,
         poison: int | None,
+        shelf: BlockShelf | None = None,
         on_drain: Callable[[], None],
         on_death: Callable[[], None],
     ) -> None:
@@ -42,8 +48,12 @@ class EngineProcess:
         self._on_drain = on_drain
         self._on_death = on_death
         self.router = Router(world, capacity, self._read_soon, self._wake_late)
-        self.executor = FailingExecutor(PagedExecutor(config, poison) if is_paged else ready_executor(config))
+        stateful = None if shelf is None else StatefulExecutor(config, poison)
+        paged = stateful or (PagedExecutor(config, poison) if is_paged else ready_executor(config))
+        self.executor = FailingExecutor(paged)
         self.core = EngineCore(config, self.executor, generation)  # type: ignore[arg-type]
+        if shelf is not None and stateful is not None:
+            self.store = PlayedStore(world, self.core, stateful, shelf, self._tell)
         if config.speculative_config is not None:
             vocab_size = self.executor.info.vocab_size
             use(self.core.scheduler, world.random.choice(KINDS), partial(fake_oracle, vocab_size), vocab_size)
@@ -80,6 +90,8 @@ class EngineProcess:
             self.is_dead = True
             self._world.engine = None
             self._world.note("the engine is dead")
+            if self.store is not None:
+                self.store.is_dead = True
             self.router.close(loses_frames=loses_frames)
             self._on_death()
 
@@ -194,12 +206,18 @@ class EngineProcess:
         except StepFailure as error:
             self._stop(f"StepFailure: {error}")
             return
+        if self.store is not None:
+            self.store.put(core.take_orders())
         self._num_steps += 1
         if self._num_steps % _STEPS_PER_CHECK == 0:
             self._check_core()
         self._is_stepping = True
         duration_ns = self._world.max_delay_ns // 4 + self._world.delay()
         self._world.after(duration_ns, partial(self._end_step, outputs))
+
+    def _tell(self, news: StoreNews) -> None:
+        self.border.inbox.put_news(0, news)
+        self._step_later(0)
 
     def _check_core(self) -> None:
         self.core.scheduler.check_integrity()
@@ -239,4 +257,5 @@ class EngineProcess:
             and inbox.is_empty
             and self.border.outbox.empty()
             and not self.border.sessions.has_unsent
+            and (self.store is None or self.store.is_idle)
         )

@@ -3,6 +3,8 @@
 import random
 from typing import Any, NamedTuple, TypeAlias
 
+import msgspec
+
 from core.executors.fake_options import read_fake_options
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
@@ -70,14 +72,15 @@ _SHARES: dict[type[Fault], float] = {
 class Scenario(NamedTuple):
     """The engine, the programs and the faults of one run.
 
-    is_tight: clients are too slow for the engine's bounds now and then. capacity: frames in the socket's queue for each
-    client. hold_bytes, hold_s, max_merged_bytes, max_inbox, messages_per_round: bounds that production has in other
-    sizes.
+    has_states: the model has recurrent layers, whose states go to a store with the blocks. is_tight: clients are too
+    slow for the engine's bounds now and then. capacity: frames in the socket's queue for each client. hold_bytes,
+    hold_s, max_merged_bytes, max_inbox, messages_per_round: bounds that production has in other sizes.
     """
 
     config: EngineConfig
     rules: Rules
     is_paged: bool
+    has_states: bool
     lease_ms: int
     is_tight: bool
     capacity: int
@@ -113,11 +116,15 @@ def draw(seed: int) -> Scenario:
         plans[follower] = plans[follower]._replace(follows=True)
     if seed % 3 == 1:  # with their own draws: the other seeds' runs stay as they are
         plans = _with_pins(random.Random(f"pins {seed}"), plans)
+    has_states = is_paged and config.enable_prefix_caching and seed % 2 == 0  # no draw: other seeds stay as they are
+    if has_states:
+        config = _with_states(config)
     is_tight = rng.random() < 0.4
     return Scenario(
         config=config,
         rules=Rules(vocab_size, _EOS, config.max_model_len or 0, poison),
         is_paged=is_paged,
+        has_states=has_states,
         lease_ms=rng.choice((30, 60, 60, 200)),
         is_tight=is_tight,
         capacity=rng.choice((1, 2, 4)) if is_tight else 256,
@@ -166,6 +173,13 @@ def _config(rng: random.Random) -> EngineConfig:
     if rng.random() < 0.3:
         options["speculative_config"] = speculative(rng.choice((1, 3, 9)))
     return with_options(small_config(**options), executor_options=fake_options(vocab_size=rng.choice((30, 200))))
+
+
+def _with_states(config: EngineConfig) -> EngineConfig:
+    """Return the config of a model with recurrent layers and a store. A state has one byte; there are few slots."""
+    num_slots = (4, 12, 40)[config.max_num_seqs % 3]
+    more = {"kv_cache_memory_bytes": 2 * (config.max_num_seqs + num_slots), "swap_space_bytes": 8}
+    return msgspec.structs.replace(config, kv_dir="played", num_host_blocks=config.num_host_blocks or 12, **more)
 
 
 def _plan(rng: random.Random, index: int, asks: list[Ask], horizon_ns: int) -> Plan:

@@ -5,8 +5,11 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from core.batch import kept_states
 from core.border import backlog, inbox, sessions, socket_rounds
+from core.scheduling import block_exchange, scheduler
 from frontend.client import kv_event_stream
+from tests.simulation.block_shelf import BlockShelf
 from tests.simulation.client_process import ClientProcess
 from tests.simulation.engine_process import EngineProcess
 from tests.simulation.leftovers import check_nothing_is_held
@@ -46,6 +49,7 @@ class Simulation:
         self.world = world
         self._scenario = scenario
         self._generation = 0
+        self._shelf = BlockShelf()
         world.max_delay_ns, world.duplicate_share = scenario.max_delay_ns, scenario.duplicate_share
         always = {Excuse.SLOW} if scenario.is_tight else set()
         if scenario.config.max_num_queued_requests < _LONG_QUEUE:
@@ -68,6 +72,10 @@ class Simulation:
             patch.object(inbox, "MAX_MESSAGES", scenario.max_inbox),
             patch.object(kv_event_stream, "MAX_UNREAD", 2 if scenario.is_tight else kv_event_stream.MAX_UNREAD),
             patch.object(socket_rounds, "_FRAMES_PER_ROUND", scenario.messages_per_round),
+            patch.object(kept_states, "LEAST_TOKENS", 4),  # prompts are short
+            patch.object(scheduler, "LEAST_TOKENS", 4),
+            patch.object(kept_states, "_LEAST_DISTANCE", 8),
+            patch.object(block_exchange, "MIN_BLOCKS", 1),
         ):
             self._start_engine()
             self._run_until(lambda: all(client.is_done for client in self._clients), "every request has ended")
@@ -91,6 +99,7 @@ class Simulation:
             capacity=scenario.capacity,
             is_paged=scenario.is_paged,
             poison=scenario.rules.poison,
+            shelf=self._shelf if scenario.has_states else None,
             on_drain=partial(self._excuse, Excuse.DRAINED),
             on_death=self._mourn_engine,
         )
@@ -171,3 +180,6 @@ class Simulation:
         census["swapped block"] += stats.num_swapped_in_blocks
         census["accepted draft"] += stats.num_accepted_tokens
         census["prefix cache hit"] += stats.prefix_cache_hits
+        if engine.store is not None:
+            census["fetched block or state"] += engine.store.exchange.num_fetched
+            census["stored block or state"] += engine.store.exchange.num_stored

@@ -9,19 +9,23 @@ import pytest
 
 import core.batch.request
 import core.border.backlog
+from core.batch.kept_states import KeptStates
 from core.batch.request import request_from_message
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import RequestLedger
 from core.border.reception import Restorable
 from core.border.sessions import Session, Sessions
 from core.border.socket_rounds import Border
+from core.execution.plan import SavedStates
 from core.kv.event_feed import KVFeed
 from core.kv.event_log import KVEventLog
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.waiting_queue import WaitingQueue
+from core.tiers.block_store import BlockStore
 from frontend.client.journal import Journal
 from frontend.client.output_columns import columns_of
 from frontend.client.resumption import Resumption
+from ipc.tables.arrays import Ints, Rows
 from ipc.wire.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 
@@ -139,6 +143,22 @@ def a_follower_that_missed_events_gets_no_snapshot(patch: Patch) -> None:
     patch.setattr(KVFeed, "renew", lambda feed, client: None)
 
 
+def a_state_is_stored_under_the_name_of_another(patch: Patch) -> None:
+    to_store = KeptStates.to_store
+    patch.setattr(KeptStates, "to_store", lambda kept, contents: np.roll(to_store(kept, contents), 1))
+    patch.setattr(BlockStore, "_is_there", lambda *_: True)
+
+
+def a_state_is_kept_one_token_late(patch: Patch) -> None:
+    save = KeptStates.save
+
+    def late(kept: KeptStates, rows: Rows, counts: Ints) -> SavedStates:
+        saved = save(kept, rows, counts)
+        return saved._replace(after=np.maximum(saved.after - 1, 1))
+
+    patch.setattr(KeptStates, "save", late)
+
+
 #: Each bug with the first seed that has shown it, which is tried before all others.
 @pytest.mark.parametrize(
     ("plant", "known"),
@@ -157,6 +177,8 @@ def a_follower_that_missed_events_gets_no_snapshot(patch: Patch) -> None:
         (the_ledger_never_learns_of_an_end, 0),
         (a_removed_block_is_not_told, 8),
         (a_follower_that_missed_events_gets_no_snapshot, 88),
+        (a_state_is_stored_under_the_name_of_another, 182),
+        (a_state_is_kept_one_token_late, 10),
     ],
 )
 def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], known: int, monkeypatch: Patch) -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 from core.border import backlog, inbox, sessions, socket_rounds
 from frontend.fleet import suspects
+from tests.simulation.block_shelf import BlockShelf
 from tests.simulation.client_process import ClientProcess
 from tests.simulation.engine_parts import ready_executor, served
 from tests.simulation.engine_process import EngineProcess
@@ -44,6 +45,7 @@ class FleetSimulation:
     def __init__(self, seed: int, world: World) -> None:
         self.world = world
         self._scenario = scenario = draw(seed)
+        self._shelf = BlockShelf()  # of all replicas
         self._chance = chance = random.Random(f"fleet {seed}")
         self._generation = 0
         self._killed_ns = 0
@@ -102,6 +104,7 @@ class FleetSimulation:
             capacity=256,
             is_paged=scenario.is_paged,
             poison=scenario.rules.poison,
+            shelf=self._shelf if scenario.has_states else None,
             on_drain=lambda: None,
             on_death=partial(self.world.after, self._scenario.restart_ns + MS, partial(self._start_replica, site)),
         )
