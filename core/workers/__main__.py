@@ -60,7 +60,7 @@ from ipc.errors import EngineCoreError, OutOfMemoryError
 from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
-from kernels.memory.shared_file import SharedFile
+from kernels.memory.shared_file import SharedArray, SharedFile
 
 if TYPE_CHECKING:
     from core.workers.sent_adapters import ReceivedAdapters
@@ -243,11 +243,11 @@ class Worker:
         blocks, file = shared_blocks_of(self._ready), self._file
         if blocks is None or file is None:
             return SharedPlaces([], [], [], "")
-        found = [
-            [tuple(file.place_of(array)) for array in memory.arrays] if isinstance(memory, BlockMemory) else []
-            for memory in (blocks.cache, blocks.host, blocks.states)
-        ]
-        return SharedPlaces(*found, blocks.layout)
+
+        def places(memory: object) -> list[SharedArray]:
+            return [file.place_of(array) for array in memory.arrays] if isinstance(memory, BlockMemory) else []
+
+        return SharedPlaces(places(blocks.cache), places(blocks.host), places(blocks.states), blocks.layout)
 
     def _load(self, config: EngineConfig, wires: Wires) -> Executor:
         if self._place.count == 1 or config.executor != "local":

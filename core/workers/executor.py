@@ -58,6 +58,8 @@ class WorkersExecutor:
     config: the engine's; each worker runs the executor named in it. Errors: those of that executor's constructor.
     """
 
+    adapters: "Adapters | None" = None
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = msgspec.structs.replace(in_one_process(config), lora_modules={})  # adapters are sent
         size, stages = config.tensor_parallel_size, config.pipeline_parallel_size

@@ -15,6 +15,7 @@ from ipc.errors import MalformedMessageError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.wire.messages import DECODE_ERRORS
+from kernels.memory.shared_file import SharedArray
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -137,11 +138,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class SharedPlaces(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """Where the worker's parts of SharedBlocks are in its file: (begin, count, item_bytes) of each array."""
+    """Where the worker's parts of SharedBlocks are in its file: a SharedArray for each array."""
 
-    cache: list[tuple[int, int, int]]
-    host: list[tuple[int, int, int]]
-    states: list[tuple[int, int, int]]
+    cache: list[SharedArray]
+    host: list[SharedArray]
+    states: list[SharedArray]
     layout: str
 
 

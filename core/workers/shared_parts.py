@@ -8,7 +8,7 @@ from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.workers.messages import SharedPlaces
 from core.workers.wires import Wires, above
 from ipc.tables.arrays import Ints
-from kernels.memory.shared_file import SharedArray, arrays_of, count_in, make_file
+from kernels.memory.shared_file import arrays_of, count_in, make_file
 
 _POLL_S = 0.0002
 
@@ -33,10 +33,8 @@ class PartFiles:
         """Return the blocks of all workers. A block's parts follow one another in the order of the workers."""
 
         def memory(name: str) -> BlockMemory:
-            own = [[SharedArray(*one) for one in getattr(each, name)] for each in places]
-            return BlockMemory(
-                [array for fd, each in zip(self._fds, own, strict=True) for array in arrays_of(fd, each)]
-            )
+            parts = zip(self._fds, places, strict=True)
+            return BlockMemory([array for fd, each in parts for array in arrays_of(fd, getattr(each, name))])
 
         layout = f"{len(places)} parts: {'; '.join(each.layout for each in places)}"
         states = memory("states")

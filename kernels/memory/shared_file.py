@@ -20,10 +20,10 @@ _HEAD_BYTES = mmap.PAGESIZE  # before the first array: a count
 
 
 class SharedArray(NamedTuple):
-    """The place of an array of items [count, ...] of item_bytes each, from `begin` on in the file."""
+    """The place of an array of num_items items of item_bytes each, from `begin` on in the file."""
 
     begin: int
-    count: int
+    num_items: int
     item_bytes: int
 
 
@@ -85,7 +85,7 @@ def count_in(fd: int) -> Ints:
 
 
 def arrays_of(fd: int, places: list[SharedArray]) -> list[Numbers]:
-    """Return views of arrays in a file as bytes, uint8 [count, item_bytes] each."""
+    """Return views of arrays in a file as bytes, uint8 [num_items, item_bytes] each."""
     if not places:
         return []
     whole = np.frombuffer(mmap.mmap(fd, 0), np.uint8)

@@ -1,4 +1,5 @@
-"""First token of a conversation's second turn next to that of its whole prompt: of one engine, and of the next one.
+"""Time to the first token of a conversation's second turn, compared with that of its whole prompt.
+
 
 The first turn has 20,000 tokens by default. The second one has its tokens, those of its answer, and new ones. Then a
 prompt comes that leaves the first one shortly before its end: a partial prefix at its second sighting. Last, the engine
