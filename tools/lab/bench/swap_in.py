@@ -44,6 +44,7 @@ _SESSION, _TURN = 1024, 32  # tokens of the conversation, and of its next turn
 _STREAMS = 2
 _ALONE_S, _AFTER_S = 3.0, 1.0  # how long streams are watched before and after a load
 _LIMIT_S = 900.0
+_LEAST_PACKED = 256 << 20  # bytes of a model whose packed weights are kept in any case
 _TABLE = """
 [models.large]
 model = {model}
@@ -215,11 +216,24 @@ def _serve_rounds(folder: Path, options: dict[str, Any], rounds: int) -> Iterato
     with _serving("--models", str(table), "--memory", "16G", *given) as server:
         session = [ID_LOW + (number * 7) % HOST_ID_SPAN for number in range(_SESSION)]
         _first_token(server, session)  # its weights are packed, and its KV blocks are stored when it leaves
+        _wait_for_packed(folder / "large.gguf")
         server.unload("large")
         for round_ in range(rounds):
             yield _record("alone", round_, _swap_in(server, session, round_))
         for round_ in range(rounds):
             yield _record("streams", round_, _swap_in_under_streams(server, session, rounds + round_))
+
+
+def _wait_for_packed(path: Path) -> None:
+    """Wait until the engine has written the file of packed weights, which it does in the background for large ones."""
+    num_bytes, end = path.stat().st_size, time.monotonic() + _LIMIT_S
+    weights = private_folder("weights")
+    while num_bytes > _LEAST_PACKED and not any(
+        one.stat().st_size > num_bytes // 2 for one in weights.glob("*.weights")
+    ):
+        if time.monotonic() > end:
+            raise TimeoutError(f"the engine did not write its packed weights within {_LIMIT_S:g} s")
+        time.sleep(0.1)
 
 
 def _swap_in(server: _Server, session: list[int], number: int) -> dict[str, Any]:
