@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+
+from tests.core.models.byte_tokenizer import byte_tokenizer
 
 MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>", "<|im_start|>", "<|im_end|>")
 TEMPLATE = (
@@ -73,12 +74,7 @@ SIZE = {"shortest_edge": 4 * UNIT**2, "longest_edge": 60 * UNIT**2}
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
     """Bytes, and the marks of images."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hf = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens(list(MARKS))
-    return hf
+    return byte_tokenizer(MARKS)
 
 
 @lru_cache

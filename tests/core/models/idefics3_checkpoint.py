@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+
+from tests.core.models.byte_tokenizer import byte_tokenizer
 
 SQUARE, LONGEST = 64, 192  # pixels
 ROWS = 16  # tokens of a square
@@ -26,12 +27,7 @@ TEMPLATE = (
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
     """Bytes, and the marks of images."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hf = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens([*MARKS, "<|im_start|>", "<end>"])
-    return hf
+    return byte_tokenizer([*MARKS, "<|im_start|>", "<end>"])
 
 
 @lru_cache

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+
+from tests.core.models.byte_tokenizer import byte_tokenizer
 
 SQUARE, ROWS, MOST = 32, 16, 4  # pixels of a square's side; its tokens; squares of an image
 MARKS = ["<img>", "</img>", "<IMG_CONTEXT>", "<|im_start|>", "<|im_end|>"]
@@ -29,12 +30,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
     """Bytes, and the marks of images."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hf = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens(MARKS)
-    return hf
+    return byte_tokenizer(MARKS)
 
 
 @lru_cache

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import tokenizers
 import torch
 from PIL import Image
-from tokenizers import decoders, models, pre_tokenizers
 
 from frontend.images.lfm2_vl import Lfm2VLImages
+from tests.core.models.byte_tokenizer import byte_tokenizer
 
 UNIT, SIDE = 8, 32  # pixels of a row; of a square's side
 #: Of the processor, as its file has them.
@@ -40,12 +40,7 @@ FAMILIES = {"lfm2-vl": True, "lfm2.5-vl": False}
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
     """Bytes, and the marks of images."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hf = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens(MARKS)
-    return hf
+    return byte_tokenizer(MARKS)
 
 
 RULES = Lfm2VLImages(

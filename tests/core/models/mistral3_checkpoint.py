@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 import torch
-from tokenizers import decoders, models, pre_tokenizers
+
+from tests.core.models.byte_tokenizer import byte_tokenizer
 
 MARKS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]", "<s>"]
 TEMPLATE = (
@@ -51,12 +52,7 @@ PLAIN = ("pixtral",)
 
 def tiny_tokenizer() -> tokenizers.Tokenizer:
     """Bytes, and the marks of images."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    hf = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    hf.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    hf.decoder = decoders.ByteLevel()
-    hf.add_special_tokens(MARKS)
-    return hf
+    return byte_tokenizer(MARKS)
 
 
 @lru_cache

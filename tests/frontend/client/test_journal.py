@@ -9,7 +9,7 @@ import pytest
 from frontend.client.journal import Journal
 from ipc.errors import MalformedMessageError, RequestFailedError
 from ipc.params.sampling_params import SamplingParams
-from ipc.wire.feature_messages import FeatureUse, PutFeature
+from ipc.wire.feature_messages import PART_BYTES, FeatureUse, PutFeature
 from ipc.wire.messages import AddRequest, FinishReason, Outputs
 
 
@@ -290,3 +290,14 @@ def test_a_requests_features_are_sent_again_before_it():
     assert len(journal.resubmission(1, 2.0)) == 1
     journal.remove(0)
     assert not journal._puts
+
+
+def test_a_large_feature_is_sent_again_in_parts():
+    journal, data = Journal(), bytes(PART_BYTES) + b"1234"
+    message = AddRequest(0, b"\0\0\0\0", SamplingParams(), 0, features=[FeatureUse(0, 1, b"digest")])
+    put = PutFeature("embeds", [1, len(data) // 4], data)
+    journal.add(message, streaming=True, now=1.0, puts=[put])
+    first, second, again = journal.resubmission(0, 2.0)
+    assert (len(first.data), first.left, second.data, second.left) == (PART_BYTES, 4, b"1234", 0)
+    assert first.shape == second.shape == put.shape
+    assert again.features == message.features
