@@ -265,6 +265,7 @@ WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
 @pytest.mark.parametrize(("keys", "value", "error", "text"), WRONG)
 def test_wrong_settings(tmp_path: Path, keys: list[str], value: Any, error: type[EngineCoreError], text: str) -> None:
     tiny_model("qwen3-vl").config.save_pretrained(tmp_path)
+    set_setting(tmp_path, ["architectures"], ["Qwen3VLForConditionalGeneration"])
     set_setting(tmp_path, keys, value)
     with pytest.raises(error, match=text):
         read_model_config(tmp_path)
