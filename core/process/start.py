@@ -45,6 +45,7 @@ from core.tiers.store_thread import StoreThread
 from ipc.errors import ConfigError
 from ipc.options.block_stores import addresses_of, read_key_file
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.params.pooling_params import generates
 from ipc.tables.arrays import Ints
 from ipc.version import VERSION
@@ -307,7 +308,14 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
         executor.follow(io.put_news)
     stores = open_stores(config, executor)
     encoder_wait_ns = encoder_ns(features, config.max_num_encoder_input_tokens)
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, wait_ns=encoder_wait_ns)
+    box = BlackBox(
+        start.black_box_fd,
+        config.max_num_seqs,
+        start.epoch,
+        warm_up_ns,
+        wait_ns=encoder_wait_ns,
+        may_wait=config.scheduler_cls != BUILT_IN_SCHEDULER,
+    )
     engine = _make_engine(start, config, executor, io, capture, box, stores)
     return engine._replace(rest=grammars.load_ahead) if generates(executor.info.tasks) else engine
 

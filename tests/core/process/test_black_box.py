@@ -5,6 +5,7 @@ import random
 import time
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -205,8 +206,18 @@ def test_a_page_may_have_more_rows_than_the_engine() -> None:
 
 def test_a_step_may_wait_for_its_turn() -> None:
     page = BlackBoxFile(8)
-    Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500)).begin([0], [1])
+    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500, may_wait=True))
+    steps.begin([0], [1])
     assert page.reader.read().expected_ns == 1500
+
+
+def test_a_step_with_images_takes_longer() -> None:
+    page = BlackBoxFile(8)
+    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500))
+    for images, expected in (([], 1000), ([(0, [0])], 1500), ([], 1000)):
+        steps.stats.num_scheduled_tokens += 1
+        steps.box.begin(msgspec.structs.replace(plan([0], [1]), scheduled_encoder_inputs=images))
+        assert page.reader.read().expected_ns == expected
 
 
 def test_the_box_of_a_running_engine() -> None:
