@@ -54,7 +54,7 @@ class HeadDrafter:
     ) -> None:
         """Allocate the caches. num_drafts: the most drafts per row. Errors: MemoryError.
 
-        is_late: K and V may be computed steps later. If not, blocks can be read between steps.
+        is_late: K and V may be computed steps later. If not, whole blocks can be read between steps.
         """
         self.head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
@@ -106,8 +106,8 @@ class HeadDrafter:
             drafts[:] = False
         drafting = np.flatnonzero(drafts)
         first = inputs.num_tokens.cumsum() - inputs.num_tokens
-        self._keep(inputs, table, starts, first, num_kept - drafts)
-        if self._late and (len(drafting) or not self._is_late):
+        ends_block = self._keep(inputs, table, starts, first, num_kept - drafts)
+        if self._late and (len(drafting) or (ends_block and not self._is_late)):
             self._store_late()
         self._pause.offer(bool(len(drafting)))
         if not len(drafting):
@@ -122,14 +122,14 @@ class HeadDrafter:
         """Run one round of single-token drafts with meaningless contents, to measure it."""
         self._chain(rows, np.full(len(rows), 2), self.head.trial_states(len(rows)), table, sampling)
 
-    def _keep(self, inputs: StepStates, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
+    def _keep(self, inputs: StepStates, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> bool:
         """Keep what K and V of num_stored [R] tokens of each row of the step are computed from.
 
-        starts, first [R]: position of the first one, and its index in the step.
+        starts, first [R]: position of the first one, and its index in the step. Return whether a block ends with one.
         """
         num_all = int(num_stored.sum())
         if not num_all:
-            return
+            return False
         owners = np.arange(len(num_stored)).repeat(num_stored)
         places = np.arange(num_all) - (num_stored.cumsum() - num_stored).repeat(num_stored)
         positions, indices = starts[owners] + places, first[owners] + places
@@ -142,6 +142,7 @@ class HeadDrafter:
             self._num_late += len(slots)
             if self._num_late >= _PIECE:
                 self._store_late()
+        return bool(((positions + 1) % self._block_size == 0).any())
 
     def _store_late(self) -> None:
         """Compute and store K and V of all tokens that wait for it."""

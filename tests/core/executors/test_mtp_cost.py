@@ -39,9 +39,12 @@ class Counted(LocalExecutor):
         return super().execute(plan)
 
 
-def duration(folder: str, method: str | None, num_drafts: int, patch: pytest.MonkeyPatch) -> tuple[int, Any, list[int]]:
+def duration(
+    folder: str, method: str | None, num_drafts: int, patch: pytest.MonkeyPatch, **options: Any
+) -> tuple[int, Any, list[int]]:
     """Return what a request's tokens after the first take in ns, the statistics and the tokens."""
-    config = config_of(folder, method, num_drafts=num_drafts, max_model_len=700, kv_cache_memory_bytes=1 << 22)
+    options = {"max_model_len": 700, "kv_cache_memory_bytes": 1 << 22, **options}
+    config = config_of(folder, method, num_drafts=num_drafts, **options)
     if (drafts := config.speculative_config) is not None:
         drafts = msgspec.structs.replace(drafts, step_ns=STEP_NS, draft_ns=num_drafts * READING_NS)
         config = msgspec.structs.replace(config, speculative_config=drafts)
@@ -67,14 +70,21 @@ def duration(folder: str, method: str | None, num_drafts: int, patch: pytest.Mon
     return executor.num_ns, engine.scheduler.stats, received.tokens
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
-@pytest.mark.parametrize("family", ["qwen3.5", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("family", "num_drafts", "options"),
+    [
+        ("qwen3.5", 1, {}),
+        ("qwen3.5", 3, {}),
+        ("deepseek-v3", 3, {}),
+        ("qwen3.5", 1, {"kv_dir": "given", "num_host_blocks": 40}),  # whole blocks must have K and V at once
+    ],
+)
 def test_a_layer_that_is_never_right_costs_little(
-    family: str, num_drafts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, num_drafts: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = MtpModel(FAMILIES[family]).write(tmp_path)
     plain, _, tokens = duration(folder, None, 1, monkeypatch)
-    drafting, stats, same = duration(folder, "mtp", num_drafts, monkeypatch)
+    drafting, stats, same = duration(folder, "mtp", num_drafts, monkeypatch, **options)
     assert same == tokens
     assert stats.num_accepted_tokens <= 0.1 * stats.num_draft_tokens
     assert plain >= 0.98 * drafting, (plain / drafting, stats.num_draft_tokens)

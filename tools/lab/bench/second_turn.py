@@ -1,6 +1,5 @@
 """Time to the first token of a conversation's second turn, compared with that of its whole prompt.
 
-
 The first turn has 20,000 tokens by default. The second one has its tokens, those of its answer, and new ones. Then a
 prompt comes that leaves the first one shortly before its end: a partial prefix at its second sighting. Last, the engine
 is killed and another one with its folder gets a third turn. Each case has new tokens in each round. A time includes the
