@@ -4,11 +4,13 @@ Every state is read back in each step (tests/core/stateful_executor.py). Tokens 
 """
 
 import random
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from tests.core.driving import Driver, add_message, small_config
+from tests.core.scheduling.exchange_driver import ExchangeDriver, exchange_config
 from tests.core.stateful_executor import StatefulExecutor
 
 FIRST = 20_000  # tokens of the first turn
@@ -68,3 +70,18 @@ def test_a_conversation_goes_on_among_others(driver: Driver) -> None:
         talk += text(150, 50 + turn)
         number += 1
         assert computed(driver, number, talk)[0] <= 150 + 16
+
+
+def test_the_next_turn_after_a_death_computes_what_is_new(tmp_path: Path) -> None:
+    """Blocks and states come from the folder of an engine of which nothing else is left."""
+    count = 4000  # tokens, in 1,000 files
+    config = exchange_config(2200, 1100, max_num_seqs=ROWS, budget=512, max_model_len=count + 200)
+    config = msgspec.structs.replace(config, kv_cache_memory_bytes=2 * (ROWS + 4 * ROWS + 128))
+    before = ExchangeDriver(tmp_path, config, executor=StatefulExecutor)
+    first = text(count, 1)
+    answer = before.run(add_message(1, first, 20)).tokens
+    before.close()
+    after = ExchangeDriver(tmp_path, config, executor=StatefulExecutor)
+    after.run(add_message(2, [*first, *answer, *text(30, 2)], 1))
+    assert after.engine.scheduler.stats.num_scheduled_tokens <= 20 + 30 + 4
+    after.close()
