@@ -13,6 +13,7 @@ from ipc.errors import ConfigError
 from ipc.options.given_options import config_from_options
 from tests.core.executors.test_window_pages import SETTINGS
 from tests.frontend.http.caller import wait_for
+from tools.commands.keys import main as keys
 from tools.commands.replay.__main__ import main as replay
 
 pytestmark = pytest.mark.timeout(120)
@@ -53,7 +54,9 @@ def expected(hybrid: str) -> list[Any]:
         return [ask(llm, prompt)[0] for prompt in (PROMPT, SECOND)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=pytest.mark.soak if shape == "one worker" else []) for shape in SHAPES]
+)
 def test_after_a_kill_of_everything_the_next_turn_finds_blocks_and_states(
     hybrid: str, expected: list[Any], shape: str, tmp_path: Path
 ) -> None:
@@ -81,6 +84,18 @@ def test_what_a_dead_worker_held_is_read_from_its_files(hybrid: str, expected: l
         wait_for_stored(llm, NUM_STORED + 1)
     with LLM(hybrid, **options) as llm:
         assert ask(llm, SECOND) == (expected[1], 176)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", SHAPES)
+def test_peers_give_each_other_blocks_and_states(hybrid: str, expected: list[Any], shape: str, tmp_path: Path) -> None:
+    key, address = str(tmp_path / "key"), f"ipc://{tmp_path}/kv.sock"
+    assert keys(["blocks", key]) == 0
+    options = {**SIZES, **SHAPES[shape], "kv_key_file": key}
+    with LLM(hybrid, **options, kv_listen=address) as giver:
+        ask(giver, PROMPT)
+        with LLM(hybrid, **options, kv_peers=address) as taker:
+            assert ask(taker, SECOND) == (expected[1], 144)
 
 
 @pytest.mark.parametrize("shape", ["two ranks", pytest.param("two stages", marks=pytest.mark.soak)])
