@@ -15,6 +15,7 @@ from core.model_files.load_format import CheckedWeights, open_weights
 from core.model_files.model_config import is_foreign, read_model_config, refuse_missing_parts
 from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
+from core.model_files.tensors.kv_scales import read_kv_scales
 from core.model_files.tensors.vision_weights import open_vision
 from core.model_files.tensors.weights import load_weights
 from core.model_files.weight_cache import WeightCache
@@ -42,6 +43,7 @@ from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype, element_name
+from kernels.memory.kv_cache import Scales
 
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2"
 
@@ -171,12 +173,32 @@ def _load_for_gpu(
     # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
-    cache = config.kv_cache_dtype
     model = device_model(
-        model_config, weights.tensors, dtype, cuda_device(), form, config.numerics, rank=rank, kv_cache_dtype=cache
+        model_config,
+        weights.tensors,
+        dtype,
+        cuda_device(),
+        form,
+        config.numerics,
+        rank=rank,
+        kv_cache_dtype=config.kv_cache_dtype,
+        kv_scales=_kv_scales(path, config, model_config),
     )
     pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
     return LoadedModel(model, weights.fingerprint, weights.label, pooler)
+
+
+def _kv_scales(path: Path, config: EngineConfig, model: ModelConfig) -> tuple[Scales, ...]:
+    """Return the scales of a KV cache of 8-bit floats; () = none. Errors: ModelFileError, ConfigError."""
+    if config.kv_cache_dtype != "fp8" or config.load_format == "dummy":
+        return ()
+    scales = read_kv_scales(path, model.num_hidden_layers)
+    if scales and (model.latent is not None or model.recurrent is not None):
+        raise ConfigError(
+            f"kv_cache_dtype='fp8' does not support the scales of {path}, which not only has layers with K and V: use "
+            "'int8', or leave it out"
+        )
+    return scales
 
 
 def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:

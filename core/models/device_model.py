@@ -1,6 +1,6 @@
 """device_model: a model of our own on a GPU. Imported only for device=cuda, because it needs torch and triton."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from ipc.options.config import KVCacheDtype
 from ipc.options.model_options import Numerics
 from kernels.cpu.group import SeparateMemory, SharedMemory
 from kernels.elements import Dtype
+from kernels.memory.kv_cache import Scales
 from kernels.torch.tensors import DTYPES
 from kernels.triton.kv_cache import Fp8KVCache, Int8KVCache, TritonKVCache
 from kernels.triton.self_test import products_are_ordered
@@ -37,11 +38,13 @@ def device_model(
     numerics: Numerics = "L2",
     rank: Rank | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    kv_scales: Sequence[Scales] = (),
 ) -> Llama:
     """Build the model on the device, with its matrices in this form, and its KV cache in this.
 
     A device whose products fail the self-test of numerics level L2 gets L0, which is said. rank: its place in a group
-    of devices that computes the model together; None = there is no group.
+    of devices that computes the model together; None = there is no group. kv_scales: those of each layer's KV cache,
+    if it has 8-bit floats; () = there are none.
 
     Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
     tensors; OutOfMemoryError; ConfigError for a rank at L0.
@@ -55,7 +58,9 @@ def device_model(
         raise ConfigError("tensor_parallel_size > 1 needs numerics level L2, which this device lacks: leave it out")
     try:
         own, caches = config if rank is None else rank.shard.config(config), _CACHES[kv_cache_dtype]
-        operations = TritonOperations(own, dtype, device, form, is_exact=is_exact, cache_type=caches)
+        operations = TritonOperations(
+            own, dtype, device, form, is_exact=is_exact, cache_type=caches, kv_scales=kv_scales
+        )
         model = Llama(config, weights, dtype, numerics, operations=operations, rank=rank)
         return model if rank is None else _gathered(model, config, rank)
     except torch.OutOfMemoryError as error:

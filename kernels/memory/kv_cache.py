@@ -8,7 +8,7 @@ without a transposition.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels.arrays import Int32s
 from kernels.elements import Dtype, Numbers
@@ -21,6 +21,17 @@ def bytes_per_block(
 ) -> int:
     """Return the bytes of one block in all layers, K and V together. num_sides: 1 = only K is stored."""
     return num_sides * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+class Scales(NamedTuple):
+    """What K and V of a layer are divided by before they are stored as 8-bit floats."""
+
+    of_keys: float
+    of_values: float
+
+
+#: Of layers without any.
+ONES = Scales(1.0, 1.0)
 
 
 class KVCache:
@@ -37,6 +48,8 @@ class KVCache:
     layers: Sequence[Any]
     #: The layers in host memory; empty if the blocks are elsewhere.
     memory: Sequence[Numbers] = ()
+    #: Of each layer; () = they are ONES.
+    scales: Sequence[Scales] = ()
 
     def __init__(
         self,
@@ -62,6 +75,10 @@ class KVCache:
                 f"the KV cache of {num_blocks} blocks of {block_size} tokens needs {size} bytes "
                 f"in {num_layers} layers, which cannot be allocated: {error}"
             ) from error
+
+    def scales_of(self, layer: int) -> Scales:
+        """Return what the layer's K and V are divided by before they are stored."""
+        return self.scales[layer] if self.scales else ONES
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[Any]:
         """Return an array of this shape for each layer, with zeros in block 0. Errors: MemoryError, RuntimeError."""

@@ -98,7 +98,10 @@ def merged(maximum, total, sums, their_maximum, their_total, their_sums):
 
 
 @triton.jit
-def attention_of(total, sums):
-    """Return the result for total [M] and sums [M, D]. A sum that is 0 has no sign, however many splits it is from."""
-    return (sums + 0.0) * tl.div_rn(1.0, tl.where(total == 0, 1.0, total))[:, None]
+def attention_of(total, sums, value_scale):
+    """Return the result for total [M] and sums [M, D], whose values were divided by value_scale.
+
+    A sum that is 0 has no sign, however many splits it is from.
+    """
+    return (sums + 0.0) * tl.div_rn(value_scale, tl.where(total == 0, 1.0, total))[:, None]
 # fmt: on

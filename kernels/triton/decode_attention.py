@@ -21,7 +21,7 @@ from kernels.triton.shared_prefix import shared_prefix
 @triton.jit(do_not_specialize=["num_splits"])
 def decode_kernel(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
-    sinks, shared, common, num_splits,
+    sinks, shared, common, num_splits, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SHARES: tl.constexpr,
@@ -73,19 +73,22 @@ def decode_kernel(
             )
         part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member
         total = first_of(totals)
-        _store(out, partial_sums, partial_stats, row, part, mine, maximum, total, sums, HEAD_DIM, BLOCK_D, DIRECT)
+        _store(
+            out, partial_sums, partial_stats, row, part, mine, maximum, total, sums, value_scale,
+            HEAD_DIM, BLOCK_D, DIRECT,
+        )
 
 
 @triton.jit
 def _store(
-    out, partial_sums, partial_stats, row, part, mine, maximum, total, sums,
+    out, partial_sums, partial_stats, row, part, mine, maximum, total, sums, value_scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIRECT: tl.constexpr,
 ):
     """Store the result of each of `mine` in its row of out if DIRECT, otherwise as a part to be merged."""
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = mine[:, None] & (d < HEAD_DIM)
     if DIRECT:
-        result = attention_of(total, sums)
+        result = attention_of(total, sums, value_scale)
         tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
     else:
         tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
@@ -102,6 +105,7 @@ def merge_kernel(
     positions,
     tokens,
     num_splits,
+    value_scale,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -124,7 +128,7 @@ def merge_kernel(
             theirs = tl.load(partial_sums + part * HEAD_DIM + d, mask=inside, other=0.0)
             stats = partial_stats + part * 2
             maximum, total, sums = merged(maximum, total, sums, tl.load(stats + one), tl.load(stats + 1 + one), theirs)
-        result = attention_of(total, sums)
+        result = attention_of(total, sums, value_scale)
         tl.store(out + (token * HEADS + head) * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -145,7 +149,8 @@ def decode_attention(
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:
         return
-    kv_heads, head_dim = cache.num_kv_heads, cache.head_dim
+    (of_keys, of_values), kv_heads, head_dim = cache.scales_of(layer), cache.num_kv_heads, cache.head_dim
+    scale *= of_keys
     shape = {"HEADS": num_heads, "HEAD_DIM": head_dim, "BLOCK_D": max(16, power_of_2(head_dim)), "SPLIT": SPLIT}
     parts = count * splits if splits > 1 else 0
     assert q.is_contiguous(), q.stride()
@@ -175,6 +180,7 @@ def decode_attention(
         work.decode_tokens if work.shared is None else work.shared,
         work.common if has_common else work.decode_tokens,
         splits,
+        of_values,
         **constants,
         BLOCK_M=decode_rows(num_heads // kv_heads),
         DIRECT=splits == 1,
@@ -183,4 +189,6 @@ def decode_attention(
         HAS_COMMON=has_common,
     )
     if splits > 1:
-        merge_kernel[(count, num_heads)](out, sums, stats, work.positions, work.decode_tokens, splits, **shape)
+        merge_kernel[(count, num_heads)](
+            out, sums, stats, work.positions, work.decode_tokens, splits, of_values, **shape
+        )

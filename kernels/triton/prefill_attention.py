@@ -22,6 +22,7 @@ from kernels.triton.kv_cache import TritonKVCache
 @triton.jit
 def prefill_kernel(
     q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
+    value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
@@ -68,7 +69,7 @@ def prefill_kernel(
             )
         maximum, total, sums = merged(maximum, total, sums, their_maximum, first_of(totals), their_sums)
     d = tl.arange(0, BLOCK_D)[None, :]
-    result = attention_of(total, sums)
+    result = attention_of(total, sums, value_scale)
     inside = mine[:, None] & (d < HEAD_DIM)
     tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
 # fmt: on
@@ -97,6 +98,7 @@ def prefill_attention(
     group = num_heads // cache.num_kv_heads
     parts = prefill_parts(cache.head_dim)
     block_m = max(PREFILL_ROWS, tile_tokens(group) * power_of_2(group)) // parts
+    scales = cache.scales_of(layer)
     prefill_kernel[(num_tiles, cache.num_kv_heads, parts)](
         q,
         out,
@@ -107,9 +109,10 @@ def prefill_attention(
         work.tables.stride(0),
         work.tile_tokens,
         work.tile_counts,
-        scale,
+        scale * scales.of_keys,
         soft_cap or 0.0,
         q if sinks is None else sinks,
+        scales.of_values,
         HEADS=num_heads,
         KV_HEADS=cache.num_kv_heads,
         HEAD_DIM=cache.head_dim,

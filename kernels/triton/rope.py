@@ -51,16 +51,21 @@ def _normalised(
 
 @triton.jit
 def _write_kv(
-    qkv, layer, slot, first, second, head, i, inside,
+    qkv, layer, slot, first, second, head, i, inside, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):
-    """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv."""
+    """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv.
+
+    8-bit floats are divided by their scale.
+    """
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
     is_key = inside & (head >= HEADS)
     key_head = head - HEADS
     largest = 0
+    if layer.dtype.element_ty == tl.uint8:
+        first, second = tl.div_rn(first.to(tl.float32), key_scale), tl.div_rn(second.to(tl.float32), key_scale)
     if layer.dtype.element_ty == tl.int8:
         largest = tl.maximum(largest_of(layer, first), largest_of(layer, second))
     store_rows(layer, block, key_head, offset, first, i, is_key, largest, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
@@ -70,6 +75,8 @@ def _write_kv(
     j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     is_value = (value_head < KV_HEADS) & (j < HEAD_DIM)
     value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value, other=0.0)
+    if layer.dtype.element_ty == tl.uint8:
+        value = tl.div_rn(value.to(tl.float32), value_scale)
     largest = largest_of(layer, value)
     value_head += KV_HEADS
     store_rows(layer, block, value_head, offset, value, j, is_value, largest, KV_HEADS, HEAD_DIM, BLOCK_SIZE)
@@ -77,7 +84,7 @@ def _write_kv(
 
 @triton.jit
 def rope_kernel(
-    qkv, cos, sin, head_norms, growth, slots, q, layer, eps,
+    qkv, cos, sin, head_norms, growth, slots, q, layer, eps, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
     NORMS: tl.constexpr, OF_ROWS: tl.constexpr, CENTRED: tl.constexpr, AFTER: tl.constexpr, GROWS: tl.constexpr,
@@ -122,7 +129,7 @@ def rope_kernel(
     slot = tl.load(slots + token)
     if slot >= 0:
         _write_kv(
-            qkv, layer, slot, turned_first, turned_second, head, i, inside,
+            qkv, layer, slot, turned_first, turned_second, head, i, inside, key_scale, value_scale,
             HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
         )
 # fmt: on
@@ -185,6 +192,7 @@ class TritonRope:
                 q,
                 cache.layers[layer],
                 self.eps,
+                *cache.scales_of(layer),
                 HEADS=self.num_heads,
                 KV_HEADS=cache.num_kv_heads,
                 HEAD_DIM=cache.head_dim,

@@ -3,11 +3,13 @@
 This module imports triton, so import it only for device=cuda.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 
@@ -26,7 +28,7 @@ from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.dequantize import FLOAT_CODES, PLAIN_TYPES
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.low_rank import LowRank, ProductShape
-from kernels.memory.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache, Scales
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
@@ -146,9 +148,13 @@ class TritonOperations:
         *,
         is_exact: bool = True,
         cache_type: type[TritonKVCache] = TritonKVCache,
+        kv_scales: Sequence[Scales] = (),
     ) -> None:
-        """is_exact: whether a row's bits must not depend on other rows. cache_type: of the KV cache."""
-        self._cache_type = cache_type
+        """is_exact: whether a row's bits must not depend on other rows. cache_type: of the KV cache.
+
+        kv_scales: of each layer of a cache of 8-bit floats.
+        """
+        self._cache_type, self._kv_scales = cache_type, kv_scales
         self._config, self._dtype, self.device, self._form = config, dtype, device, form
         self.is_exact = is_exact
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
@@ -169,7 +175,11 @@ class TritonOperations:
     @property
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
-        return f"{self._kernels} kv={self._cache_type.stored_as}" if self._cache_type.stored_as else self._kernels
+        if not self._cache_type.stored_as:
+            return self._kernels
+        name = f"{self._kernels} kv={self._cache_type.stored_as}"
+        # A model's fingerprint comes from some pages of its files, which may not have its scales.
+        return f"{name}.{zlib.crc32(np.array(self._kv_scales, '<f8').tobytes()):08x}" if self._kv_scales else name
 
     @property
     def _kernels(self) -> str:
@@ -411,7 +421,9 @@ class TritonOperations:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
-        return self._cache(num_blocks, block_size, self.device)
+        cache = self._cache(num_blocks, block_size, self.device)
+        cache.scales = self._kv_scales
+        return cache
 
     def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
         """Allocate a cache in pinned host memory for blocks of preempted requests. Errors: MemoryError."""

@@ -21,8 +21,9 @@ from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from kernels.memory.kv_cache import Scales
 from kernels.recurrence import RecurrenceKind
-from kernels.triton.kv_cache import Int8KVCache
+from kernels.triton.kv_cache import Fp8KVCache, Int8KVCache
 from tests.core.models.checkpoints import build
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
@@ -206,6 +207,26 @@ def test_logits_are_near_those_of_the_c_kernels(kind: str) -> None:
     longest = 33 if kind == "llama" else 23  # beyond a tile of 32 rows: not a matter of a model's parts
     expected = logits(built(config, weights, FLOAT32), longest)
     torch.testing.assert_close(logits(OnDevice(ours), longest), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scales_of_a_cache_are_those_of_its_layers() -> None:
+    """Without them the numbers of the second layer, a thousandth of others', are nearly all 0."""
+    config = shape_config("llama")
+    weights = dict(random_weights(config, FLOAT32))
+    for name, weight in weights.items():
+        if "layers.1.self_attn.v_proj" in name:
+            weights[name] = weight / 1024
+        if "layers.1.self_attn.o_proj" in name:
+            weights[name] = weight * 1024
+    found, variants = [], set[str]()
+    for scales in ((), (Scales(1.0, 1.0), Scales(1.0, 2.0**-10))):
+        ours = TritonOperations(config, FLOAT32, DEVICE, cache_type=Fp8KVCache, kv_scales=scales)
+        found.append(logits(OnDevice(built(config, weights, FLOAT32, ours))))
+        variants.add(ours.variant.partition(" kv=")[2])
+    assert len(variants) == 2
+    assert "fp8" in variants
+    errors = [(each - logits(built(config, weights, FLOAT32))).abs().max() for each in found]
+    assert errors[1] < errors[0] / 4
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "deepseek-v2-lite"])

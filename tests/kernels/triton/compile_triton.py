@@ -86,6 +86,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             "positions": INT,
             "tokens": INT,
             "num_splits": "i32",
+            "value_scale": "fp32",
         },
         {"HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLIT": 256},
     ),
@@ -171,7 +172,7 @@ ROPE = {
     **dict.fromkeys(("qkv", "q", "layer"), HALF),
     **dict.fromkeys(("cos", "sin", "head_norms", "growth"), FLOAT),
     "slots": LONG,
-    "eps": "fp32",
+    **dict.fromkeys(("eps", "key_scale", "value_scale"), "fp32"),
 }
 
 SIZES = {"vocab_size": "i32", "num_pieces": "i32"}
@@ -273,6 +274,7 @@ class Attention(NamedTuple):
         pointer, group = POINTERS[self.dtype], self.group_size
         layer = {"layer": self.stored or pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
         common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32", "sinks": FLOAT}
+        common["value_scale"] = "fp32"
         constants = {
             "HEADS": 2 * group,
             "KV_HEADS": 2,
@@ -291,7 +293,7 @@ class Attention(NamedTuple):
             yield decode_attention.decode_kernel, common | parts, constants | rows, {}
         prefix = {**PARTIALS, "tokens": INT, "num_tokens": "i32", "common": INT, "num_splits": "i32"}
         sizes = {name: value for name, value in constants.items() if name != "WINDOW"}
-        types = {name: kind for name, kind in common.items() if name != "out"} | prefix
+        types = {name: kind for name, kind in common.items() if name not in ("out", "value_scale")} | prefix
         for block_m in (decode_rows(group), shared_prefix.most_rows(self.head_dim)):
             yield shared_prefix.shared_prefix_kernel, types, sizes | {"BLOCK_M": block_m, "SPLIT": SPLIT}, {}
         tiles = {"tile_tokens": INT, "tile_counts": INT}

@@ -8,6 +8,7 @@ import torch
 
 from kernels.cpu.quantized_kv_cache import quantized
 from kernels.elements import FLOAT32
+from kernels.memory.kv_cache import Scales
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.tensors import DTYPES, element_type, to_array
 from kernels.triton.attention_work import SPLIT
@@ -88,6 +89,39 @@ def test_stored_rows_have_the_bits_of_the_definition(cache_type: type[TritonKVCa
     cache = cache_type(1, 3, 4, 1, head_dim=head_dim, dtype=element_type(dtype), device=DEVICE)
     store_latent(rows.to(DEVICE), slots.to(DEVICE), cache, 0)
     assert bits(cache) == bits(stored(cache_type, latent)[0])
+
+
+def test_rows_are_divided_by_the_scales_of_their_layer() -> None:
+    plain = TorchKVCache(1, 3, 4, 2, head_dim=20, dtype=FLOAT32)
+    keys, slots = torch.where(ROWS.isfinite(), ROWS, 0), torch.arange(4, 12)
+    plain.layers[0][:] = 0
+    plain.layers[0][1:, 0] = (keys / 0.75).view(2, 1, 4, 20)
+    plain.layers[0][1:, 1] = (ROWS / 3).view(2, 1, 4, 20)
+    cache = Fp8KVCache(1, 3, 4, 2, head_dim=20, dtype=FLOAT32, device=DEVICE)
+    cache.scales = [Scales(0.75, 3.0)]
+    angles = torch.ones(8, 20, device=DEVICE), torch.zeros(8, 20, device=DEVICE)
+    TritonRope(1)(torch.cat((keys, keys, keys, ROWS, ROWS), 1).to(DEVICE), *angles, cache, 0, slots.to(DEVICE))
+    assert bits(cache) == bits(stored(Fp8KVCache, plain)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_multiplies_by_the_scales_of_a_layer(dtype: torch.dtype) -> None:
+    """By powers of two bit for bit as of numbers that are so much larger or smaller, by others nearly so."""
+    shape = Shape(3, 1, 20, 16)
+    given = batch(shape, [*MIXED, (1, SPLIT + 9)], dtype)
+    cache, read = stored(Fp8KVCache, given.cache)
+    work, numbers = work_of(shape, given), read.layers[0]
+    for scales, bound in (
+        (Scales(2.0, 0.25), 0),
+        (Scales(1.1, 2.3), {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]),
+    ):
+        cache.scales = [scales]
+        factors = torch.tensor(scales).view(1, 2, 1, 1, 1)
+        read.layers = [(numbers.float() * factors).to(dtype)]
+        found = attend(shape, given._replace(cache=cache), work)
+        expected = attend(shape, given._replace(cache=read), work)
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+        assert not torch.equal(found, attend(shape, given._replace(cache=stored(Fp8KVCache, given.cache)[0]), work))
 
 
 def bits(cache: TritonKVCache) -> bytes:
