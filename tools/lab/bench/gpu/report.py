@@ -22,6 +22,11 @@ from ipc.version import VERSION
 
 _Record = dict[str, Any]
 _TESTS = "tests/kernels/triton"
+#: What a GPU's functions, products and tokens must be, bit for bit.
+_GOLDENS = (
+    *(f"{_TESTS}/test_{name}.py" for name in ("arithmetic", "demo_products")),
+    "tests/core/executors/test_cuda_demo_tokens.py",
+)
 #: Digests of probe() by devices whose tensor cores add so many neighbours of K: from an emulation, not from a device.
 EMULATED = {"16 neighbours": 1791642891, "8 neighbours": 210937439}
 
@@ -165,7 +170,7 @@ def _items() -> list[Item]:
     return [
         Item("probe", 30, 0, probe),
         Item("latency at L2", 60, 1, latency),
-        Item("goldens of the demo model", 25, 1, partial(checks, f"{_TESTS}/test_demo_products.py")),
+        Item("goldens of the demo model", 40, 1, partial(checks, *_GOLDENS)),
         Item("ends of products", 20, 2, partial(checks, f"{_TESTS}/test_ordered_product.py", "-k", "activation")),
         Item("latency at L0", 60, 3, partial(latency, "--numerics", "L0")),
         Item("latency without graphs", 60, 5, partial(latency, "--enforce-eager")),
