@@ -42,7 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_ranks(
-    folder: str, size: int, disturb: dict[int, Any] | None = None, *, max_tokens: int = 14, **options: Any
+    folder: str, size: int, disturb: dict[int, Any] | None = None, *, max_tokens: int = 8, **options: Any
 ) -> list[Any]:
     return answers(config_of(folder, size, **OPTIONS, **options), disturb, sent=requests(4, max_tokens))
 
