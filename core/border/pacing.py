@@ -76,6 +76,11 @@ class Pacing:
         self._noted_at = now
 
     @property
+    def num_bytes(self) -> int:
+        """Return the bytes of parked messages, over all peers."""
+        return self._num_bytes
+
+    @property
     def is_full(self) -> bool:
         """Return whether nothing may be read before parked messages are handled."""
         return self._num_full > 0 or self._num_bytes >= MAX_ALL_BYTES

@@ -44,6 +44,10 @@ class OutputMemory:
         self._outputs: deque[tuple[int, int]] = deque()  # positions (begin, end) of the outputs, oldest first
         self._end = 0  # end of the last output
 
+    def __len__(self) -> int:
+        """Return the number of outputs that are remembered."""
+        return len(self._outputs)
+
     def add(self, scope: int, tokens: Int32s) -> None:
         """Remember an output. scope: not 0. If it is larger than the memory, its last tokens are kept."""
         tokens = tokens[-len(self._tokens) :]

@@ -48,6 +48,11 @@ class RoutedRequests(Journal):
         self._num_tickets = 0
         self._num_entered = 0
 
+    @property
+    def num_clients(self) -> int:
+        """Return the number of clients with live requests."""
+        return len(self._of_client)
+
     # --- one request --------------------------------------------------------------------------------------------
 
     def enter(self, client: int, message: Submission, now: float) -> int:

@@ -18,7 +18,7 @@ class MortalPagedExecutor(PagedExecutor):
         super().__init__(config, poison)
         self.is_lost = False
         self.num_lost_steps = 0
-        self._lives = 0
+        self.lives = 0
 
     def lose(self) -> ExecutorLost:
         self.is_lost = True
@@ -33,12 +33,12 @@ class MortalPagedExecutor(PagedExecutor):
     def go_on(self) -> None:
         self.forget()
         self.is_lost = False
-        self._lives += 1
+        self.lives += 1
 
     def execute(self, plan: SchedulerOutput) -> "_MortalHandle":  # type: ignore[override]
         if self.is_lost:
-            return _MortalHandle(self, plan, None, self._lives)
-        return _MortalHandle(self, plan, super().execute(plan), self._lives)
+            return _MortalHandle(self, plan, None, self.lives)
+        return _MortalHandle(self, plan, super().execute(plan), self.lives)
 
 
 class _MortalHandle:
@@ -47,7 +47,7 @@ class _MortalHandle:
 
     def result(self) -> ModelRunnerOutput:
         executor = self._executor
-        if self._inner is None or executor.is_lost or executor._lives != self._life:
+        if self._inner is None or executor.is_lost or executor.lives != self._life:
             executor.num_lost_steps += 1
             return ModelRunnerOutput(self._plan.step, np.full(len(self._plan.rows), NO_TOKEN, np.int32))
         return self._inner.result()

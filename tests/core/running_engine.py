@@ -76,11 +76,14 @@ class Running:
         self._loop = threading.Thread(target=process.run, args=(self.engine, self.io, executor.prepare_ahead))
         self._loop.start()
 
+    def wait_end(self, seconds: float = PATIENCE_S) -> None:
+        self._loop.join(seconds)
+        assert not self._loop.is_alive()
+
     def close(self) -> None:
         self.io.drain()
-        self._loop.join(PATIENCE_S)
-        assert not self._loop.is_alive()
-        assert not self.io._thread.is_alive()
+        self.wait_end()
+        assert not any(thread.name == "io" for thread in threading.enumerate())
         remove_private_address(self.address)
 
 

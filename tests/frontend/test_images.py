@@ -143,16 +143,12 @@ def test_a_mark_in_somebodys_text_is_text(llm: LLM) -> None:
 def test_a_request_goes_on_after_a_crash(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=150)
     expected = tokens_of(llm.generate(asked(IMAGES[0]), params, use_tqdm=False))
-    engine = llm._engine
-    (prepared,) = engine.prepare([asked(IMAGES[0])], params)  # type: ignore[list-item]
-    state = engine.submit(prepared)
+    llm.llm_engine.add_request("a", asked(IMAGES[0]), params)
     os.kill(llm.client.welcome.pid, signal.SIGKILL)
-    while not state.finished:
-        llm.client.wait(np.array([state.number]), 30.0)
-        output = engine.advance(state)
-    llm.client.discard([state.number])
-    assert output is not None
-    assert tokens_of([output]) == expected
+    outputs: list[Any] = []
+    while not outputs or not outputs[-1].finished:
+        outputs += llm.llm_engine.step()
+    assert tokens_of(outputs[-1:]) == expected
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import usual_dtype
 from core.model_files.model_config import read_model_config
 from core.models.vision_encoder import VisionEncoder
 from frontend.images.internvl import InternVLImages, internvl_images
@@ -98,7 +99,7 @@ def test_pixels_are_those_of_transformers(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
     config = EngineConfig(model=str(folders[family]), dtype="float32", max_model_len=512)
-    encoder = LocalExecutor(config)._loaded.source.vision
+    encoder = load(config, usual_dtype).source.vision
     assert isinstance(encoder, VisionEncoder)
     squares, values = RULES.squares_of(Image.fromarray(IMAGES[0])).pixels, processed(IMAGES[0])
     assert len(squares) > 2

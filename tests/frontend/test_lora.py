@@ -159,16 +159,12 @@ def test_an_engine_that_died_has_its_adapters_again(llm: LLM, checkpoint: Checkp
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     prompt, adapter = {"prompt_token_ids": PROMPTS[2]}, LoRARequest("late", 4)
     expected = tokens_of(llm.generate(prompt, long, use_tqdm=False, lora_request=adapter))
-    engine = llm._engine
-    (prepared,) = engine.prepare([prompt], long, lora=adapter)
-    state = engine.submit(prepared)
+    llm.llm_engine.add_request("a", prompt, long, lora_request=adapter)
     os.kill(llm.client.welcome.pid, signal.SIGKILL)
-    output = None
-    while output is None or not output.finished:
-        llm.client.wait(np.array([state.number]), 60)
-        output = engine.advance(state) or output
-    llm.client.discard([state.number])
-    assert [list(output.outputs[0].token_ids)] == expected
+    outputs: list[Any] = []
+    while not outputs or not outputs[-1].finished:
+        outputs += llm.llm_engine.step()
+    assert tokens_of(outputs[-1:]) == expected
     assert llm.client.welcome.epoch == 1
     assert "late" in [one.name for one in llm.client.list_lora()]
 

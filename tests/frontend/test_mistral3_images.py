@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import usual_dtype
 from core.model_files.gguf.gguf_grid import grid_row, with_grid
 from core.model_files.gguf.gguf_pixtral import open_gguf_pixtral
 from core.model_files.model_config import read_model_config
@@ -71,7 +72,7 @@ def tokens_of(outputs: Any) -> list[list[int]]:
 
 
 def encoder_of(folder: Path) -> GridEncoder:
-    vision = LocalExecutor(EngineConfig(model=str(folder), dtype="float32", max_model_len=512))._loaded.source.vision
+    vision = load(EngineConfig(model=str(folder), dtype="float32", max_model_len=512), usual_dtype).source.vision
     assert isinstance(vision, GridEncoder)
     return vision
 
@@ -197,7 +198,7 @@ def test_a_folder_without_the_token_that_ends_rows(tmp_path: Path) -> None:
         encoder_of(tmp_path)
     file.unlink()
     config = EngineConfig(model=str(tmp_path), dtype="float32", max_model_len=512)
-    assert LocalExecutor(config)._loaded.source.vision is None  # the text runs alone
+    assert load(config, usual_dtype).source.vision is None  # the text runs alone
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PLAIN])

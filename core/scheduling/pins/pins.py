@@ -8,7 +8,7 @@ With layers with a window that have their own blocks, or with recurrent layers, 
 next to the blocks to start after the last one (core/scheduling/pins/pinned_beside.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -59,6 +59,10 @@ class Pins:
     def __len__(self) -> int:
         """Return the number of pins."""
         return len(self._pins)
+
+    def __iter__(self) -> Iterator[PinnedPrefix]:
+        """Return all pins, those of which nothing is in the cache included."""
+        return iter(self._pins.values())
 
     # --- what requests and calls ask for --------------------------------------------------------------------------
 

@@ -65,6 +65,11 @@ class MediaFetcher:
         self._ssl_context = ssl_context
         self._held: dict[str, int] = {}  # bytes, by tenant
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the memory that is counted for files of all tenants."""
+        return sum(self._held.values())
+
     @contextlib.asynccontextmanager
     async def fetched(self, urls: Iterable[str], tenant: str) -> AsyncIterator[Mapping[str, bytes]]:
         """Return the files of these URLs; their memory is counted until the context is left.
@@ -138,7 +143,7 @@ class MediaFetcher:
     def take(self, tenant: str, size: int) -> None:
         """Count bytes of a tenant. Errors: HttpError 503."""
         of_tenant = self._held.get(tenant, 0)
-        if sum(self._held.values()) + size > _MOST_HELD or of_tenant + size > _MOST_OF_TENANT:
+        if self.num_bytes + size > _MOST_HELD or of_tenant + size > _MOST_OF_TENANT:
             raise HttpError(503, "fetched images take all the memory for them", headers=retry_after(1000))
         self._held[tenant] = of_tenant + size
 

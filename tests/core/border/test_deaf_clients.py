@@ -99,6 +99,5 @@ def test_a_drain_does_not_wait_for_a_client_that_does_not_read(
             stalled.add(number, [number], max_tokens=LONG)
         wait_for(witness, lambda statistics: statistics.num_on_hold == NUM_ROWS)
         running.io.drain()
-        running._loop.join(5)
-        assert not running._loop.is_alive()
+        running.wait_end(5)
         assert running.io.sessions.num_dropped == 1

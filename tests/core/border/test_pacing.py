@@ -144,7 +144,7 @@ def test_what_is_parked_is_bounded_by_bytes_too(rounds: Rounds) -> None:
     most = 0
     for _ in range(6000):
         rounds.run(1)
-        most = max(most, rounds.border.pacing._num_bytes)
+        most = max(most, rounds.border.pacing.num_bytes)
     assert MAX_PARKED_BYTES / 2 < most <= MAX_PARKED_BYTES + len(long)
     assert rounds.count(b"flood") == 300
 

@@ -96,6 +96,11 @@ class Answer(NamedTuple):
 
 
 def engine_of(folder: str, method: str | None, **options: Any) -> EngineCore:
+    return parts_of(folder, method, **options)[0]
+
+
+def parts_of(folder: str, method: str | None, **options: Any) -> tuple[EngineCore, LocalExecutor]:
+    """An engine and its executor."""
     config = config_of(folder, method, logprobs_mode="raw_logits", **OPTIONS, **options)
     if (drafts := config.speculative_config) is not None:
         drafts = msgspec.structs.replace(drafts, prompt_lookup_min=1)
@@ -104,7 +109,7 @@ def engine_of(folder: str, method: str | None, **options: Any) -> EngineCore:
     executor.initialize_cache(config)
     if isinstance(executor.runner.drafter, HeadDrafter):
         executor.runner.drafter._pause = NoPause()
-    return EngineCore(config, executor)
+    return EngineCore(config, executor), executor
 
 
 def answer(engine: EngineCore, asked: AddRequest, others: list[AddRequest]) -> Answer:
@@ -160,15 +165,16 @@ class Turns:
     """An engine with a folder of KV blocks, and its store; what it is asked, it answers alone."""
 
     def __init__(self, folder: str, kv_dir: Path) -> None:
-        self.engine = engine_of(folder, "mtp", kv_dir=str(kv_dir), num_host_blocks=64, max_model_len=200)
-        scheduler, shared = self.engine.scheduler, self.engine.pipeline._executor.shared_blocks  # type: ignore[attr-defined]
+        self.engine, executor = parts_of(folder, "mtp", kv_dir=str(kv_dir), num_host_blocks=64, max_model_len=200)
+        scheduler, shared = self.engine.scheduler, executor.shared_blocks
         assert scheduler.exchange is not None
         self.exchange, kept, blocks = scheduler.exchange, scheduler.batch.kept_states, BlockFolder(str(kv_dir), 2**30)
         names, tiers = PortableNames(blocks.key, shared.layout, 8), [Tier("kv_dir", blocks, is_near=True)]
         contents, beside = scheduler.pool.names.content, None if kept is None else StateContents(kept)
         self.store = BlockStore(tiers, names, shared, contents, self.exchange.evictions, beside=beside)
         self.drafts: list[list[int]] = []
-        self.drafter = drafter = self.engine.pipeline._executor.runner.drafter  # type: ignore[attr-defined]
+        self.drafter: Any = executor.runner.drafter
+        drafter = self.drafter
         propose = drafter.propose
 
         def heard(*arguments: Any) -> tuple[Int32s, Int32s]:

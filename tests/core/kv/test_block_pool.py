@@ -1,5 +1,6 @@
 """BlockPool: the order in which blocks go out, are forgotten and come back; then all of it against a plain model."""
 
+import tracemalloc
 from collections import OrderedDict
 
 import numpy as np
@@ -255,15 +256,21 @@ def test_the_least_urgent_are_forgotten_first_and_of_them_the_oldest() -> None:
 
 def test_the_ring_stays_in_order_and_in_bounds_over_long_churn() -> None:
     pool, contents = full_pool_freed(9)
-    (ring,) = pool._rings
-    size = len(ring._entries)
-    for turn in range(40 * size):  # one block is revived and freed again and again: stale entries pile up
-        hits = find(pool, [contents[turn % 3]])
-        pool.hold(hits)
-        pool.free(hits, None)
-        assert ring._tail - ring._head <= size == len(ring._entries)
+
+    def churn(num_turns: int) -> list[int]:
+        """Revive and free one block again and again: stale entries pile up. Return the last blocks that were freed."""
+        for turn in range(num_turns):
+            hits = find(pool, [contents[turn % 3]])
+            pool.hold(hits)
+            pool.free(hits, None)
+        return [turn % 3 + 1 for turn in range(num_turns - 3, num_turns)]
+
+    churn(100)
+    tracemalloc.start()
+    order = churn(1000)
+    assert tracemalloc.get_traced_memory()[0] < 4000  # an entry for each turn would take 8,000
+    tracemalloc.stop()
     pool.check_integrity([])
-    order = [turn % 3 + 1 for turn in range(40 * size - 3, 40 * size)]
     assert pool.allocate(8).tolist() == [4, 5, 6, 7, 8, *order]
 
 

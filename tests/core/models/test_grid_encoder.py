@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import LocalExecutor, usual_dtype
 from core.features.store import Features
 from core.model_files.gguf.gguf_grid import grid_row, open_gguf_grid, with_grid
 from core.model_files.model_config import read_model_config
@@ -77,7 +78,7 @@ def one_thread() -> Iterator[None]:
 
 @lru_cache
 def loaded(folder: Path, dtype: str = "float32") -> tuple[Llama, GridEncoder]:
-    source = LocalExecutor(EngineConfig(model=str(folder), dtype=dtype, max_model_len=512))._loaded.source  # type: ignore[arg-type]
+    source = load(EngineConfig(model=str(folder), dtype=dtype, max_model_len=512), usual_dtype).source  # type: ignore[arg-type]
     assert isinstance(source.model, Llama)
     assert isinstance(source.vision, GridEncoder)
     return source.model, source.vision
@@ -229,8 +230,7 @@ def test_a_text_model_that_kept_the_whole_config_runs_alone(tmp_path: Path) -> N
     write_checkpoint("qwen3-vl", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({name: one for name, one in load_file(file).items() if ".visual." not in name}, file)
-    executor = LocalExecutor(EngineConfig(model=str(tmp_path), dtype="float32"))
-    assert executor._loaded.source.vision is None
+    assert load(EngineConfig(model=str(tmp_path), dtype="float32"), usual_dtype).source.vision is None
 
 
 def test_images_are_no_larger_than_the_option_says(folders: dict[str, Path]) -> None:

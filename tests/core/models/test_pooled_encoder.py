@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import usual_dtype
 from core.features.store import Features
 from core.model_files.gguf.gguf_grid import grid_row, with_grid
 from core.model_files.gguf.gguf_pooled import open_gguf_pooled
@@ -69,7 +70,7 @@ def one_thread() -> Iterator[None]:
 
 @lru_cache
 def loaded(folder: Path, dtype: str = "float32") -> tuple[Llama, PooledEncoder]:
-    source = LocalExecutor(EngineConfig(model=str(folder), dtype=dtype, max_model_len=1024, kv_window=0))._loaded.source  # type: ignore[arg-type]
+    source = load(EngineConfig(model=str(folder), dtype=dtype, max_model_len=1024, kv_window=0), usual_dtype).source  # type: ignore[arg-type]
     assert isinstance(source.model, Llama)
     assert isinstance(source.vision, PooledEncoder)
     return source.model, source.vision

@@ -10,7 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import LocalExecutor, usual_dtype
 from core.features.store import Features
 from core.models.architectures.vision_architectures import is_unused, text_name, vision_name
 from core.models.vision_encoder import VisionEncoder, position_ids
@@ -39,12 +40,16 @@ def one_thread() -> Iterator[None]:
     load_cpu_library().stop_threads()
 
 
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return EngineConfig(model=str(folder), **{"dtype": "float32", **options})
+
+
 def executor(folder: Path, **options: Any) -> LocalExecutor:
-    return LocalExecutor(EngineConfig(model=str(folder), **{"dtype": "float32", **options}))
+    return LocalExecutor(config_of(folder, **options))
 
 
 def encoder(folder: Path, **options: Any) -> VisionEncoder:
-    vision = executor(folder, **options)._loaded.source.vision
+    vision = load(config_of(folder, **options), usual_dtype).source.vision
     assert vision is not None
     return vision
 

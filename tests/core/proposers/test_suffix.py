@@ -178,4 +178,4 @@ def test_the_memory_is_a_ring_of_so_many_outputs() -> None:
                     if owner == scope
                     for at in range(len(text))
                 )
-    assert len(memory._outputs) <= 3
+    assert len(memory) <= 3

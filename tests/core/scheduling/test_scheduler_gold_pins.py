@@ -69,8 +69,7 @@ class PinsMachine(GoldMachine):
     def step(self) -> None:
         super().step()
         held = {
-            (pin.tenant, pin.name, len(pin.blocks), len(pin.token_ids), pin.num_kept)
-            for pin in self.scheduler.pins._pins.values()
+            (pin.tenant, pin.name, len(pin.blocks), len(pin.token_ids), pin.num_kept) for pin in self.scheduler.pins
         }
         assert held == {
             (pin.tenant, pin.name, len(pin.blocks), len(pin.tokens), pin.kept) for pin in self.gold.pins.values()

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -158,15 +160,41 @@ def test_what_one_tenant_has_cached_no_other_finds() -> None:
     assert cached == [0, 16, 0, 0, 0, 16]
 
 
+class Told:
+    """A policy that notes which parties it is to forget."""
+
+    def __init__(self) -> None:
+        self.forgotten = list[int]()
+
+    def forget(self, party: int) -> None:
+        self.forgotten.append(party)
+
+
 def test_tenants_that_are_gone_are_forgotten_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy forgets their parties, and a tenant that comes back is a new one."""
+    monkeypatch.setattr(parties, "MAX_IDLE", 3)
+    policy = Told()
+    known = parties.Parties(policy, {})  # type: ignore[arg-type]
+
+    def visit(tenant: str) -> int:
+        request: Any = SimpleNamespace(tenant=tenant, party=0)
+        known.enter(request)
+        known.leave(request)
+        return int(request.party)
+
+    numbers = [visit(f"tenant {number}") for number in range(20)]
+    assert len(set(numbers)) == 20
+    assert policy.forgotten == numbers[:17]
+    assert [visit(f"tenant {number}") for number in (17, 18, 19)] == numbers[17:]
+    assert visit("tenant 16") not in numbers
+    assert policy.forgotten == numbers[:18]
+
+
+def test_a_policy_keeps_nothing_of_tenants_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parties, "MAX_IDLE", 3)
     hand = by_hand(max_num_seqs=4, budget=64)
     for number in range(20):
         received = hand.add(of_tenant(number, f"tenant {number}", max_tokens=1), 1)
         while not received.is_over:
             hand.step()
-    known = hand.scheduler._parties
-    assert list(known._idle) == ["tenant 17", "tenant 18", "tenant 19"]
-    assert known._numbers.keys() == known._idle.keys()
-    assert not known._num_live
     assert np.count_nonzero(hand.scheduler.policy._times._num_present) == 0  # type: ignore[attr-defined]

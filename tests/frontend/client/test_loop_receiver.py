@@ -2,8 +2,9 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -63,9 +64,44 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
         peer.socket.close()
 
 
-async def lent(peer: Peer) -> LoopReceiver:
+class Rest:
+    """A timer that ends when a test says so."""
+
+    def __init__(self, seconds: float, run: Callable[[], None]) -> None:
+        self.seconds, self.run, self.is_cancelled = seconds, run, False
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Timers:
+    """The running loop, except for its timers, which end when a test says so. watched: the descriptors it waits on."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.watched = set[int]()
+        self.due = list[Rest]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loop, name)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Rest:
+        self.due.append(Rest(seconds, call))
+        return self.due[-1]
+
+    def add_reader(self, fd: int, call: Callable[[], None]) -> None:
+        self.watched.add(fd)
+        self.loop.add_reader(fd, call)
+
+    def remove_reader(self, fd: int) -> bool:
+        self.watched.discard(fd)
+        return self.loop.remove_reader(fd)
+
+
+async def lent(peer: Peer, timers: Timers | None = None) -> LoopReceiver:
     """A receiver whose loop has the socket: frames that the transport's thread still receives are taken out."""
-    receiver = LoopReceiver(peer.transport, asyncio.get_running_loop())
+    loop: Any = timers or asyncio.get_running_loop()
+    receiver = LoopReceiver(peer.transport, loop)
     while True:
         before = len(peer.received)
         peer.answer(b"begin")
@@ -111,23 +147,25 @@ def test_nothing_is_received_in_a_rest(peer: Peer) -> None:
     """And a frame that waits does not keep the loop busy."""
 
     async def run() -> None:
-        receiver, loop = await lent(peer), asyncio.get_running_loop()
+        timers = Timers()
+        receiver = await lent(peer, timers)
         for number in range(2):
             receiver.rest(3600.0)
             receiver.rest(0.0)  # it rests already
             peer.answer(b"%d" % number)
             receiver.pause()
             receiver.resume()
-            assert not loop.remove_reader(receiver._fd), "a frame that waits would wake the loop again and again"
+            assert not timers.watched, "a frame that waits would wake the loop again and again"
             await asyncio.sleep(0.05)
             assert len(peer.received) == number
-            assert receiver._rest is not None
-            receiver._rest.cancel()
-            loop.call_soon(receiver._end_rest)
+            (rest,) = timers.due
+            assert (rest.seconds, rest.is_cancelled) == (3600.0, False)
+            timers.due.clear()
+            rest.run()
             await peer.until(number + 1)
         receiver.rest(3600.0)
         receiver.close()
-        assert receiver._rest is None or receiver._rest.cancelled()
+        assert timers.due[0].is_cancelled
 
     asyncio.run(run())
     assert peer.received == [(b"%d" % number, True) for number in range(2)]
@@ -165,40 +203,39 @@ def test_an_error_in_the_loop_ends_the_transport(peer: Peer) -> None:
 
 def test_frames_of_a_turn_leave_together_behind_the_first(peer: Peer) -> None:
     """The first is sent at once; the others at the end of the turn, or when there are many; all in order."""
-    count = 30
+    count, received = 30, list[bytes]()
 
     async def run() -> None:
         receiver = await lent(peer)
         peer.transport.send(b"0")
         assert peer.socket.recv_multipart()[1] == b"0"  # within the turn
-        peer.transport.send(b"1")
-        assert len(peer.transport._queue) == 1
-        for number in range(2, count):
+        for number in range(1, count):
             peer.transport.send(b"%d" % number)
-            assert len(peer.transport._queue) < 8
+        while peer.socket.poll(50):  # what has left within the turn
+            received.append(peer.socket.recv_multipart()[1])
+        assert count - 8 < len(received) < count - 1
         await asyncio.sleep(0)
-        assert len(peer.transport._queue) == 0
         peer.transport.send(b"%d" % count)
-        assert len(peer.transport._queue) == 0
+        while len(received) < count:
+            received.append(peer.socket.recv_multipart()[1])  # within the next turn
         other = threading.Thread(target=peer.transport.send, args=(b"of another thread",))
         other.start()
         other.join()
         receiver.close()
 
     asyncio.run(run())
-    wanted = [b"%d" % number for number in range(1, count + 1)]
-    assert [peer.socket.recv_multipart()[1] for _ in range(count)] == wanted
+    assert received == [b"%d" % number for number in range(1, count + 1)]
     assert peer.socket.recv_multipart()[1] == b"of another thread"
 
 
 def test_what_a_loop_leaves_unsent_is_sent_by_the_thread(peer: Peer) -> None:
     async def run() -> None:
         receiver = await lent(peer)
-        receiver._is_collecting = True  # the end of this turn never comes
-        for number in range(3):
+        for number in range(4):
             peer.transport.send(b"%d" % number)
-        assert len(peer.transport._queue) == 3
-        receiver.close()
+        assert peer.socket.recv_multipart()[1] == b"0"
+        assert not peer.socket.poll(50)
+        receiver.close()  # before the end of this turn
 
     asyncio.run(run())
-    assert [peer.socket.recv_multipart()[1] for _ in range(3)] == [b"0", b"1", b"2"]
+    assert [peer.socket.recv_multipart()[1] for _ in range(3)] == [b"1", b"2", b"3"]

@@ -16,7 +16,18 @@ import pytest
 from core.capture.file import CaptureFile
 from frontend.engine.supervised_engine import SupervisedEngine
 from tests.fake_options import fake_options, with_options
-from tests.frontend.engine.supervised import EAGER, FAKE, GREEDY, PATIENCE_S, check, connected, kill, submit, supervised
+from tests.frontend.engine.supervised import (
+    EAGER,
+    FAKE,
+    GREEDY,
+    PATIENCE_S,
+    check,
+    connected,
+    kill,
+    submit,
+    supervised,
+    wait_for_end,
+)
 from tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,7 +105,7 @@ def test_an_engine_that_ends_as_it_was_told_leaves_none(tmp_path: Path) -> None:
         run_until(engine, 5)
         kill(engine.process, signal.SIGTERM)
         kill(engine.process, signal.SIGTERM)
-        assert engine._ended.wait(PATIENCE_S)
+        assert wait_for_end(engine)
     assert not (tmp_path / "a").exists()
 
 

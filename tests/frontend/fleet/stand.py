@@ -276,6 +276,6 @@ class Stand:
         assert not fleet.replicas.queued.any()
         assert not len(fleet.dispatch.suspects)
         assert not fleet.calls
-        assert not fleet.requests._of_client
+        assert not fleet.requests.num_clients
         for replica in self.replicas.values():
             assert sum(replica.core.scheduler.get_request_counts()) == 0

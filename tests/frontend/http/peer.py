@@ -135,16 +135,18 @@ class Peer:
             return HttpProtocol(config, state, Bounds(5000, max_connections), bodies)
 
         self.protocol = complete(make())
+        self.is_lost = False
         self.all.append(weakref.ref(self))
 
     def abandon(self) -> None:
         """End the connection, so that no task waits for it."""
-        if not self.protocol._is_deaf or self.protocol.cycle is not None:
+        if not self.is_lost:
             self.protocol.transport.abort()
             self.connection_lost(None)
 
     def __getattr__(self, name: str) -> Any:
         async def run(*arguments: Any) -> None:
+            self.is_lost |= name == "connection_lost"
             getattr(self.protocol, name)(*arguments)
             await turn()
 

@@ -384,4 +384,4 @@ def test_text_is_kept_in_pieces(demo: Tokenizer) -> None:
         detokenizer.update(demo.encode("word "))
     assert max(map(len, detokenizer._shown)) <= 5
     assert detokenizer.delta() == detokenizer.text == "word " * 1000
-    assert detokenizer._undelivered == []
+    assert detokenizer.delta() == ""

@@ -124,7 +124,9 @@ def test_a_turn_with_slow_news_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch
         client: Any = Client([news_of(200, 256)])
         pump = Pump(client)
         receiver: Any = SimpleNamespace(
-            pause=lambda: calls.append(("pause", len(taken))), resume=lambda: calls.append(("resume", len(taken)))
+            pause=lambda: calls.append(("pause", len(taken))),
+            resume=lambda: calls.append(("resume", len(taken))),
+            close=lambda: calls.append(("close", len(taken))),
         )
         pump._receiver = receiver
         for number in range(200):
@@ -133,14 +135,14 @@ def test_a_turn_with_slow_news_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch
         while len(taken) < 200:
             turn[0] += 1
             await asyncio.sleep(0)
-        while pump._touched:
+        for _ in range(8):  # the replies are written in turns, too
             await asyncio.sleep(0)
-        pump._timer.cancel()
+        pump.close()
 
     asyncio.run(run())
     assert len({turn for turn, _, _ in taken}) > 5
     assert {what for what, count in calls if count < 200} == {"pause"}
-    assert calls[-1] == ("resume", 200)
+    assert calls[-2:] == [("resume", 200), ("close", 200)]
 
 
 def test_a_server_at_its_limit_rests_as_long_as_it_works() -> None:

@@ -116,8 +116,8 @@ class RouterProcess(EngineProcess):
             "placed": int(fleet.replicas.live.sum()),
             "tokens to compute": int(fleet.replicas.queued.sum()),
             "suspects": len(fleet.dispatch.suspects),
-            "calls": len(fleet.calls._pending),
-            "clients": len(fleet.requests._of_client),
+            "calls": int(bool(fleet.calls)),
+            "clients": fleet.requests.num_clients,
             "queued at the border": inbox.num_queued_requests + inbox.num_queued_tokens,
             "of sessions": sum(
                 len(one.requests) + one.requests.account.num_bytes + one.num_calls for one in sessions.all

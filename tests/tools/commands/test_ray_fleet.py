@@ -1,6 +1,7 @@
 """Engines as Ray actors, with a stand-in for Ray; `make ray` runs a real cluster."""
 
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,7 @@ def test_a_cluster_of_several_nodes_has_keys_and_stays(ray: Ray) -> None:
 
 
 def test_those_who_follow_learn_of_each_change_once(ray: Ray) -> None:
+    before = set(threading.enumerate())
     fleet, members, changes = deploy(**FAKE), Members(), list[Change]()
     first, second = ray.actors
     assert fleet.look() == []
@@ -184,7 +186,7 @@ def test_those_who_follow_learn_of_each_change_once(ray: Ray) -> None:
     fleet.close()
     assert members.told == [("leave", "tcp://10.0.0.2:2"), ("join", "tcp://10.0.0.2:2")]
     assert changes == [Change("tcp://10.0.0.2:2", None), Change(None, "tcp://10.0.0.2:2")]
-    assert not [one for one in fleet._followers if one.is_alive()]
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_cannot_be_deployed_is_said_and_leaves_nothing(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Engines that end otherwise than in order, and captures sent to a running engine."""
 
+import os
 import resource
 import signal
 import time
@@ -58,7 +59,7 @@ def test_an_engine_killed_in_mid_run_leaves_a_readable_capture(
         end = time.monotonic() + 10
         while path.stat().st_size < 20_000 and time.monotonic() < end:
             client.receive_any()
-        engine._live().process.send_signal(signal.SIGKILL)
+        os.kill(engine.pid, signal.SIGKILL)
         engine.wait(10)
     for mode in ("resched", "full"):
         status, report = replay(capfd, path, "--mode", mode)

@@ -26,7 +26,7 @@ class StatePinsMachine(PinsMachine, StatesMachine):
 
     def step(self) -> None:
         super().step()
-        held = {(pin.tenant, pin.name, *sorted(pin.states)) for pin in self.scheduler.pins._pins.values()}
+        held = {(pin.tenant, pin.name, *sorted(pin.states)) for pin in self.scheduler.pins}
         assert held == {(pin.tenant, pin.name, *sorted(pin.states)) for pin in self.gold.pins.values()}
         type(self).num_states += len(self.gold.b.pinned)
 

@@ -188,7 +188,7 @@ class PinsOfMachine(EngineMachine):
         if not hasattr(self, "driver"):
             return
         batch, found = self.driver.scheduler.batch, self.driver.scheduler.pins
-        for pinned in found._pins.values():
+        for pinned in found:
             usable = found._num_usable(pinned)
             if not usable:
                 continue
@@ -244,7 +244,7 @@ def test_what_a_failed_request_has_computed_is_given_up() -> None:
         (failed,) = driver.go(pinned_message(2, [*session, *range(5, 24), 999, *range(30, 50)], Pin("s", 10_000)))
         assert failed.failed is not None
         driver.scheduler.check_integrity()
-        (pinned,) = driver.scheduler.pins._pins.values()
+        (pinned,) = driver.scheduler.pins
         assert (len(pinned.blocks), pinned.ends, len(driver.scheduler.pins.blocks)) == (0, [], 0)
         longer = [*session, *range(5, 24), 3]
         (again,) = driver.go(pinned_message(3, longer, Pin("s", 10_000)))

@@ -93,9 +93,9 @@ def fetch(*urls: str, given: Sequence[str] = ("127.0.0.1",), names: Names | None
     async def run() -> list[bytes]:
         one = MediaFetcher(AllowedDomains(given), resolve=None if names is None else names.resolve, **options)
         async with one.fetched(urls, "tenant") as files:
-            assert one._held["tenant"] >= sum(map(len, files.values()))
+            assert one.num_bytes >= sum(map(len, files.values()))
             got = [files[url] for url in urls]
-        assert not one._held
+        assert not one.num_bytes
         return got
 
     return asyncio.run(run())
@@ -228,7 +228,7 @@ def test_memory_is_shared_between_tenants(server: Any, monkeypatch: pytest.Monke
             await refused("a")
             async with one.fetched([url], "b"):
                 await refused("c")
-        assert not one._held
+        assert not one.num_bytes
         async with one.fetched([url], "a") as files:
             assert files == {url: BODY}
 

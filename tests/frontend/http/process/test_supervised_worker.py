@@ -112,12 +112,12 @@ def test_after_a_drain_none_follows(watched: Watched, is_starting: bool) -> None
     if is_starting:
         os.kill(watched.pid, signal.SIGKILL)
         wait_for(lambda: watched.news != [] and watched.supervised.worker._child is not None)
-    process = watched.supervised.worker._running().process
+    worker = watched.supervised.worker
     watched.do(watched.supervised.drain)
     watched.do(watched.supervised.stop)
-    wait_for(lambda: process.poll() is not None)
+    wait_for(lambda: worker.exit_status is not None)
     watched.close()
-    assert process.poll() == 0
+    assert worker.exit_status == 0
     assert len(watched.news) == int(is_starting)
 
 

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -115,7 +114,7 @@ def test_what_is_written_to_a_full_connection_is_sent_later() -> None:
 def test_a_long_answer_waits_for_its_reader(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """10 MB in one piece would take a turn of the loop of 20 ms."""
     one, peer, transport = asked()
-    protocol: Any = one._wire
+    protocol = peer.protocol
     write, sizes = transport.write, list[int]()
 
     def take(data: bytes) -> None:
@@ -124,7 +123,7 @@ def test_a_long_answer_waits_for_its_reader(kind: str, monkeypatch: pytest.Monke
         if len(data) >= PIECE_BYTES:
             protocol.pause_writing()
 
-    monkeypatch.setattr(protocol.transport._transport, "write", take)
+    monkeypatch.setattr(transport, "write", take)
     protocol.uncork()  # looks at the transport again
     body = random.Random(1).randbytes(2 * PIECE_BYTES + 5)
     is_whole = kind == "whole"
