@@ -350,11 +350,10 @@ class Batch:
         if self.kept_states is not None:
             self.kept_states.begin(starts, self.host_cache.names, self.carried)
         table, merged = self.table, np.concatenate([self.rows, rows])
-        serials, ranks = table.serial[merged], table.rank[merged]
-        if len(self.rows) and self._is_sorted(serials, ranks):
-            self.rows = merged
-        else:
-            self.rows = merged[np.lexsort((serials, ranks))]
+        unsure = merged[max(0, len(self.rows) - 1) :]  # those before are in order
+        if not self._is_sorted(table.serial[unsure], table.rank[unsure]):
+            merged = merged[np.lexsort((table.serial[merged], table.rank[merged]))]
+        self.rows = merged
         return rows
 
     def release(self, rows: Rows) -> list[Request]:

@@ -26,6 +26,10 @@ class RequestIndex:
         """Return the live choices of a number, in order; empty if there are none."""
         return list(self._clients.get(client, {}).get(number, ()))
 
+    def has(self, client: int, number: int) -> bool:
+        """Return whether any choice of a number is live."""
+        return number in self._clients.get(client, ())
+
     def of_client(self, client: int) -> list[Request]:
         """Return the client's requests in order of arrival."""
         return [request for choices in self._clients.get(client, {}).values() for request in choices]

@@ -8,7 +8,7 @@ hash chain, so a few column operations name one block per row, whatever the numb
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ _MASK = 2**64 - 1
 _ONE = np.uint64(1)
 _ODD_CONTENT = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 _ODD_FINAL = 0xD6E8FEB86659FD93  # multiplier of the "rrmxmx" finalizer (Pelle Evensen)
-_Number = TypeVar("_Number", int, UInt64s)
 
 
 @lru_cache(maxsize=8)
@@ -133,7 +132,7 @@ class BlockNames:
 
         The block entered first keeps the name. Other blocks with its content are not entered.
         """
-        keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
+        keys, numbers = block_keys(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
         all_blocks, all_parents, all_token_ids = blocks, parents, token_ids
         blocks = blocks.astype(np.int64)  # makes writing the columns five times as fast
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
@@ -268,20 +267,23 @@ def _findable(contents: bytes, parents: bytes, token_ids: bytes, block_size: int
     named = np.flatnonzero(content != UNNAMED)
     assert len(set(content[named].tolist())) == len(named), "two blocks have one content number"
     tokens = np.frombuffer(token_ids, np.int32).reshape(len(content), block_size)[named]
-    keys = block_key(np.frombuffer(parents, np.uint64)[named], hash_blocks(tokens))
+    keys = block_keys(np.frombuffer(parents, np.uint64)[named], hash_blocks(tokens))
     findable = dict(zip(keys.tolist(), named.tolist(), strict=True))
     assert len(findable) == len(named), "two blocks have one key"
     return findable
 
 
-def block_key(content: _Number, value: _Number) -> _Number:
-    """Return the lookup key of a block from its token hash and the preceding content number.
+def block_key(content: int, value: int) -> int:
+    """Return the lookup key of a block from its token hash and the preceding content number."""
+    mixed = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK
+    return mixed ^ (mixed >> 32)
 
-    Columns [n] uint64 give the keys of many blocks. They wrap at 64 bits by themselves.
-    """
-    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs type >> 32 as signed
-    key: _Number = mixed ^ (mixed >> 32)
-    return key
+
+def block_keys(contents: UInt64s, values: UInt64s) -> UInt64s:
+    """Return the lookup keys of many blocks [n], as block_key() does. Products of columns wrap at 64 bits."""
+    mixed: Any = (contents * _ODD_CONTENT + values) * _ODD_FINAL  # numpy's stubs type >> 32 as signed
+    keys: UInt64s = mixed ^ (mixed >> 32)
+    return keys
 
 
 def rename_blocks(

@@ -19,7 +19,7 @@ from core.batch.batch import Batch
 from core.batch.host_beside import Reach
 from core.batch.request import Request
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
-from core.kv.block_names import UNNAMED, block_key, hash_blocks
+from core.kv.block_names import UNNAMED, block_keys, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Windows
 from core.scheduling.exchange_beside import ExchangedBeside, WindowsBeside
 from core.scheduling.store_queue import StoreQueue
@@ -273,7 +273,7 @@ class BlockExchange:
         end, size, names = known + len(slots), self._batch.block_size, self._batch.pool.names
         contents = names.new_contents(len(slots))
         parents = np.concatenate([np.array([content], np.int64), contents[:-1]])
-        keys = block_key(parents.view(np.uint64), np.array(pending.hashes[known:end], np.uint64))
+        keys = block_keys(parents.view(np.uint64), np.array(pending.hashes[known:end], np.uint64))
         token_ids = pending.token_ids[known * size : end * size].reshape(-1, size)
         self._host.names.adopt(slots.astype(np.int64), contents, keys, parents, token_ids)
         self.num_fetched += len(slots)

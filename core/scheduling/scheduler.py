@@ -132,7 +132,7 @@ class Scheduler:
         could never run.
         """
         client, number = choices[0].client, choices[0].number
-        if self._requests.get(client, number):
+        if self._requests.has(client, number):
             text = f"request number {number} is still running in this session; numbers are never reused"
             self.outputs.add_failed(client, number, ErrorCode.ALREADY_EXISTS, text)
             return

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from core.kv.block_names import UNNAMED, BlockNames, block_key, hash_blocks
+from core.kv.block_names import UNNAMED, BlockNames, block_key, block_keys, hash_blocks
 from core.kv.event_log import KVEventLog
 from ipc.tables.arrays import Int32s
 from ipc.wire.block_roots import root_of_salt
@@ -183,6 +183,6 @@ def test_a_column_of_keys_is_those_of_its_blocks() -> None:
     """Contents of roots are negative: as numbers and as columns they wrap alike."""
     parents, tokens = np.array([ROOT, root_of_salt("salt"), 1, 2**40]), blocks_of(5, 5, 5, 2**31 - 9)
     hashes = hash_blocks(tokens)
-    keys = block_key(parents.view(np.uint64), hashes)
+    keys = block_keys(parents.view(np.uint64), hashes)
     assert keys.tolist() == list(map(block_key, parents.tolist(), hashes.tolist()))
     assert len(set(keys.tolist())) == 4

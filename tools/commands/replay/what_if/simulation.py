@@ -11,7 +11,7 @@ import numpy as np
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput, EngineReply
-from core.kv.block_names import block_key, hash_blocks
+from core.kv.block_names import block_keys, hash_blocks
 from core.scheduling.policies import Policy
 from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
@@ -139,7 +139,7 @@ class JoinedSteps:
         tokens = table.tokens.get(owners, places)
         tokens[is_new] = self._executor.tokens_at(owners[is_new], (places - table.num_prompt_tokens[owners])[is_new])
         tokens = tokens.reshape(-1, self._size)
-        keys = block_key(table.content[rows].view(np.uint64), hash_blocks(tokens))
+        keys = block_keys(table.content[rows].view(np.uint64), hash_blocks(tokens))
         return bool(np.isin(keys, scheduler.pool.names.described(evicted)[0]).any())
 
 
