@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.executors.local import LocalExecutor
+from core.executors.load import load
+from core.executors.local import usual_dtype
 from core.model_files.model_config import read_model_config
 from core.models.grid_encoder import GridEncoder
 from frontend.images.fixed_point import resized
@@ -112,7 +113,7 @@ def test_an_image_is_resized_with_the_bits_of_torch(size: tuple[int, int]) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
     config = EngineConfig(model=str(folders[family]), dtype="float32", max_model_len=512)
-    encoder = LocalExecutor(config)._loaded.source.vision
+    encoder = load(config, usual_dtype).source.vision
     assert isinstance(encoder, GridEncoder)
     for number in (0, 1, 3):
         squares = RULES.squares_of(Image.fromarray(IMAGES[number])).pixels

@@ -67,8 +67,8 @@ class PlayedStore:
         assert self.exchange is not None
         assert kept is not None
         size, contents = scheduler.batch.block_size, scheduler.pool.names.content
-        cache, states = executor._kv.reshape(-1, size), executor.states[:, None]
-        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([executor._host]), "played", BlockMemory([states]))
+        cache, states = executor.kv.reshape(-1, size), executor.states[:, None]
+        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([executor.host]), "played", BlockMemory([states]))
         self._store = BlockStore(
             [Tier("kv_dir", shelf, is_near=True)],
             PortableNames(_KEY, executor.info.fingerprint, size),

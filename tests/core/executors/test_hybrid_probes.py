@@ -124,13 +124,13 @@ class Engine:
 
 def _with_adapters(adapters: Adapters) -> list[str]:
     """Give an engine two adapters, of all its matrices and of some, and return their digests."""
-    digests = []
+    digests, shapes = [], adapters._host.shapes
     for seed in (1, 2):
-        names = {name.rsplit(".", 1)[-1] for name in adapters._host.shapes} - ({"in_proj"} if seed == 2 else set())
-        made = random_matrices(adapters._host.shapes, 4, seed, targets=names)
+        names = {name.rsplit(".", 1)[-1] for name in shapes} - ({"in_proj"} if seed == 2 else set())
+        made = random_matrices(shapes, 4, seed, targets=names)
         low_rank = {name: LowRank(a, b, 0.75) for name, (a, b) in made.items()}
         digests.append(digest := digest_of(low_rank))
-        adapters._packed[digest] = adapters._host.pack(AdapterWeights(low_rank, digest))
+        adapters.put(AdapterWeights(low_rank, digest))
     return digests
 
 

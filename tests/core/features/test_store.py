@@ -120,8 +120,7 @@ def test_a_feature_in_parts_is_the_feature(monkeypatch: pytest.MonkeyPatch) -> N
     features.put(1, given[-1])
     message = features.admit(1, asks(image(7)))
     assert (features.find(message.features[0].digest) == 7).all()
-    assert features._put_bytes == {1: 3 * SIDE**2}
-    assert not features._begun
+    assert features.bytes_put_by(1) == 3 * SIDE**2
 
 
 def test_parts_that_do_not_follow_each_other_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +132,7 @@ def test_parts_that_do_not_follow_each_other_are_dropped(monkeypatch: pytest.Mon
         with pytest.raises(InvalidRequestError, match="is missing"):
             features.admit(1, asks(image(7)))
         features.forget(1)
-        assert not features._put_bytes
-        assert not features._begun
+        assert features.bytes_put_by(1) == 0
 
 
 def test_a_feature_that_is_refused_is_not_kept_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,12 +140,11 @@ def test_a_feature_that_is_refused_is_not_kept_part_by_part(monkeypatch: pytest.
     features = Features(WIDTH, Encoder())
     for part in parts(large, monkeypatch):
         features.put(1, part)
-        assert features._put_bytes[1] < 200
+        assert 0 <= features.bytes_put_by(1) < 200
     with pytest.raises(InvalidRequestError, match=r"must have the shape \[6, 6, 3\]"):
         features.admit(1, asks(large))
     features.put(1, PutFeature("embeds", [1 << 40, WIDTH], b"1234", 16 * (1 << 40) - 4))
-    assert features._begun[1].refusal is not None
-    assert features._begun[1].num_bytes == 0
+    assert features.bytes_put_by(1) < 200
 
 
 def test_what_is_begun_counts_and_is_dropped_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,12 +153,12 @@ def test_what_is_begun_counts_and_is_dropped_last(monkeypatch: pytest.MonkeyPatc
     features = Features(WIDTH, Encoder())
     for feature in (image(1).feature, first, second):
         features.put(1, feature)
-    assert features._put_bytes == {1: 100}  # the first image gave way
+    assert features.bytes_put_by(1) == 100  # the first image gave way
     monkeypatch.setattr(store, "MAX_PUT_BYTES", 180)
     features.put(2, image(2).feature)
-    assert features._put_bytes == {1: 100} or features._put_bytes == {2: 108}
+    assert (features.bytes_put_by(1), features.bytes_put_by(2)) in ((100, 0), (0, 108))
     features.put(1, third)
-    assert set(features._put_bytes.values()) <= {108, 8}
+    assert {features.bytes_put_by(1), features.bytes_put_by(2)} <= {108, 8, 0}
 
 
 def test_another_client_has_not_what_this_one_has_put() -> None:

@@ -46,10 +46,10 @@ class ExchangeDriver:
         self.driver = Driver(self.config, executor=executor)
         self.engine, self.exchange = self.driver.engine, self.driver.scheduler.exchange
         self.folder = BlockFolder(str(folder), max_bytes)
-        cache = self.driver.executor._kv.reshape(-1, BLOCK)
+        cache = self.driver.executor.kv.reshape(-1, BLOCK)
         made, kept = self.driver.executor, self.driver.scheduler.batch.kept_states
         states = BlockMemory([made.states[:, None]]) if isinstance(made, StatefulExecutor) else None
-        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([made._host]), "paged executor", states)
+        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([made.host]), "paged executor", states)
         self._path = folder
         self.names = names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
         assert self.exchange is not None

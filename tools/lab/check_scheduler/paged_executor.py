@@ -48,8 +48,8 @@ class PagedExecutor:
         self._pages = config.kv_page_blocks or 0
         num_blocks = config.num_blocks_override * max(1, self._pages)
         self._window = config.kv_window or num_blocks * config.block_size
-        self._kv = np.zeros(num_blocks * config.block_size, np.uint64)
-        self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
+        self.kv = np.zeros(num_blocks * config.block_size, np.uint64)
+        self.host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
         self.table = RunnerTable(config.max_num_seqs, config.block_size)
         self.seed = np.zeros(config.max_num_seqs, np.uint64)
         self.num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
@@ -98,9 +98,9 @@ class PagedExecutor:
             rows, starts.tolist(), counts, strict=True
         ):  # all is stored before anything is read
             end = start + count
-            self._kv[self._slots(row, start, end)] = sums = self._prefix_sums(row, end)[start:]
+            self.kv[self._slots(row, start, end)] = sums = self._prefix_sums(row, end)[start:]
             for which in range(self._pages):
-                self._kv[self._window_slots(row, start, end, which)] = sums ^ MARK
+                self.kv[self._window_slots(row, start, end, which)] = sums ^ MARK
         touched = {block for row in rows for block in self._blocks(row)}
         touched |= {
             one for row, start in zip(rows, starts.tolist(), strict=True) for one in self._seen_blocks(row, start)
@@ -164,12 +164,12 @@ class PagedExecutor:
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
         """Copy out of the cache, within it, then back into it. token() finds what was copied wrongly or too late."""
-        blocks = self._kv.reshape(-1, self._block_size)
+        blocks = self.kv.reshape(-1, self._block_size)
         for targets in (plan.swapped_out_slots, plan.swapped_in_blocks, plan.copied_to):
             assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
-        self._host[plan.swapped_out_slots] = blocks[plan.swapped_out_blocks]
+        self.host[plan.swapped_out_slots] = blocks[plan.swapped_out_blocks]
         blocks[plan.copied_to] = blocks[plan.copied_blocks]
-        blocks[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
+        blocks[plan.swapped_in_blocks] = self.host[plan.swapped_in_slots]
 
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:
         """Check that no step in flight touches the blocks that this plan begins to fill."""
@@ -191,11 +191,11 @@ class PagedExecutor:
         first = max(0, end - self._window)
         begin = 0 if self._pages else first
         sums = self._prefix_sums(row, end)
-        found = self._kv[self._slots(row, begin, end)]
+        found = self.kv[self._slots(row, begin, end)]
         wrong = begin + np.flatnonzero(found != sums[begin:])
         assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
         for which in range(self._pages):
-            seen = self._kv[self._window_slots(row, first, end, which)] ^ MARK
+            seen = self.kv[self._window_slots(row, first, end, which)] ^ MARK
             wrong = first + np.flatnonzero(seen != sums[first:])
             assert not len(wrong), f"row {row}: foreign content in windows at positions {wrong[:8]}"
         if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):
