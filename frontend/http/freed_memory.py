@@ -46,10 +46,10 @@ class FreedMemory:
     def __init__(self) -> None:
         self._least_idle = idle_bytes()  # since the last trim
 
-    def give_back(self) -> None:
-        """Return freed memory to the system, if there may be more of it than after the last time."""
+    def give_back(self, worth: int = WORTH_BYTES) -> None:
+        """Return freed memory to the system, if there may be this many bytes more of it than after the last time."""
         idle = idle_bytes()
-        if idle >= self._least_idle + WORTH_BYTES and _trim is not None:
+        if idle >= self._least_idle + worth and _trim is not None:
             _trim(0)
             idle = self._least_idle = idle_bytes()
         self._least_idle = min(self._least_idle, idle)

@@ -166,16 +166,21 @@ class HttpServer:
         self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self._shared.keys.refresh()
         sweep(self._connections)
-        self._collect()
-        self._shared.turns.freed.give_back()
+        self._give_back()
         for service in self.served.services:
             service.standing.ask()
 
-    def _collect(self) -> None:
-        """After a request, collect all garbage as soon as none is being answered: it takes about a millisecond then."""
-        if self._num_collected != self._state.total_requests and not self._is_answering:
-            self._num_collected = self._state.total_requests
-            gc.collect()
+    def _give_back(self) -> None:
+        """Return freed memory to the system. As soon as no request is being answered, also collect all garbage, once:
+        both take a few milliseconds.
+        """
+        freed, num_requests = self._shared.turns.freed, self._state.total_requests
+        if self._num_collected == num_requests or self._is_answering:
+            freed.give_back()
+            return
+        self._num_collected = num_requests
+        gc.collect()
+        freed.give_back(0)
 
     @property
     def _connections(self) -> "set[HttpProtocol]":
