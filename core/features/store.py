@@ -199,11 +199,6 @@ class Features:
             return str(error)
         return None if size <= MAX_SESSION_BYTES else f"a feature has at most {MAX_SESSION_BYTES} bytes; got {size}"
 
-    def bytes_put_by(self, client: int) -> int:
-        """Return the bytes that a client has put and that are kept, with those of a feature that it has begun."""
-        with self._lock:
-            return self._put_bytes.get(client, 0)
-
     def forget(self, client: int) -> None:
         """Drop what a client has put, because its session has ended."""
         with self._lock:

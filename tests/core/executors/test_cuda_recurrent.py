@@ -84,13 +84,13 @@ def test_states_of_swapped_requests_come_back_from_the_host(model: str) -> None:
     )
     states = engine.executor.runner.states
     assert states is not None
-    assert states._swapped is not None
-    states._swapped.fill_(np.nan)
+    assert (on_host := states._swapped) is not None
+    on_host.fill_(np.nan)
     swapped = engine.run([0, 1])
     stats = engine.core.scheduler.stats
     assert stats.num_swapped_in_blocks > 0
     assert stats.num_recomputed_tokens == 0
-    assert np.isfinite(states._swapped.numpy()[0]).all()
+    assert np.isfinite(on_host.numpy()[0]).all()
     plain = Engine(EngineConfig(model=model, device="cuda", enable_prefix_caching=False, **SIZES))
     assert swapped.logprobs == plain.run([0, 1]).logprobs
 

@@ -110,6 +110,11 @@ def parts(placed: PlacedFeature, monkeypatch: pytest.MonkeyPatch, size: int = 50
     return list(parts_of(placed.feature))
 
 
+def bytes_put(features: Features, client: int) -> int:
+    """Bytes that a client has put and that are kept, with those of a feature that it has begun."""
+    return features._put_bytes.get(client, 0)
+
+
 def test_a_feature_in_parts_is_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     features, given = Features(WIDTH, Encoder()), parts(image(7), monkeypatch)
     assert [(len(part.data), part.left) for part in given] == [(50, 58), (50, 8), (8, 0)]
@@ -120,7 +125,7 @@ def test_a_feature_in_parts_is_the_feature(monkeypatch: pytest.MonkeyPatch) -> N
     features.put(1, given[-1])
     message = features.admit(1, asks(image(7)))
     assert (features.find(message.features[0].digest) == 7).all()
-    assert features.bytes_put_by(1) == 3 * SIDE**2
+    assert bytes_put(features, 1) == 3 * SIDE**2
 
 
 def test_parts_that_do_not_follow_each_other_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +137,7 @@ def test_parts_that_do_not_follow_each_other_are_dropped(monkeypatch: pytest.Mon
         with pytest.raises(InvalidRequestError, match="is missing"):
             features.admit(1, asks(image(7)))
         features.forget(1)
-        assert features.bytes_put_by(1) == 0
+        assert bytes_put(features, 1) == 0
 
 
 def test_a_feature_that_is_refused_is_not_kept_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +145,11 @@ def test_a_feature_that_is_refused_is_not_kept_part_by_part(monkeypatch: pytest.
     features = Features(WIDTH, Encoder())
     for part in parts(large, monkeypatch):
         features.put(1, part)
-        assert 0 <= features.bytes_put_by(1) < 200
+        assert 0 <= bytes_put(features, 1) < 200
     with pytest.raises(InvalidRequestError, match=r"must have the shape \[6, 6, 3\]"):
         features.admit(1, asks(large))
     features.put(1, PutFeature("embeds", [1 << 40, WIDTH], b"1234", 16 * (1 << 40) - 4))
-    assert features.bytes_put_by(1) < 200
+    assert bytes_put(features, 1) < 200
 
 
 def test_what_is_begun_counts_and_is_dropped_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,12 +158,12 @@ def test_what_is_begun_counts_and_is_dropped_last(monkeypatch: pytest.MonkeyPatc
     features = Features(WIDTH, Encoder())
     for feature in (image(1).feature, first, second):
         features.put(1, feature)
-    assert features.bytes_put_by(1) == 100  # the first image gave way
+    assert bytes_put(features, 1) == 100  # the first image gave way
     monkeypatch.setattr(store, "MAX_PUT_BYTES", 180)
     features.put(2, image(2).feature)
-    assert (features.bytes_put_by(1), features.bytes_put_by(2)) in ((100, 0), (0, 108))
+    assert (bytes_put(features, 1), bytes_put(features, 2)) in ((100, 0), (0, 108))
     features.put(1, third)
-    assert {features.bytes_put_by(1), features.bytes_put_by(2)} <= {108, 8, 0}
+    assert {bytes_put(features, 1), bytes_put(features, 2)} <= {108, 8, 0}
 
 
 def test_another_client_has_not_what_this_one_has_put() -> None:

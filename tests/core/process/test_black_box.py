@@ -86,17 +86,18 @@ def test_a_steady_step_stores_no_column() -> None:
     steps.begin([5, 2], [3, 1], new_row(5, [1, 2, 3], []), new_row(2, [4], []))
     steps.computed[[5, 2]] += 1
     steps.begin([5, 2], [1, 1])
-    columns = page.reader._page.ends.tobytes()
+    ends = page.reader._page.ends
+    columns = ends.tobytes()
     for age in range(1, 4):
         steps.computed[[5, 2]] += 1
         steps.begin([5, 2], [1, 1])
         steps.box.end(DONE)
         steps.box.turn(0)
         assert page.reader.last_rows() == [(digest([1, 2, 3]), 3 + age, 4 + age), (digest([4]), 1 + age, 2 + age)]
-    assert page.reader._page.ends.tobytes() == columns
+    assert ends.tobytes() == columns
     steps.computed[5] += 1
     steps.begin([5], [1])
-    assert page.reader._page.ends.tobytes() != columns
+    assert ends.tobytes() != columns
     assert page.reader.last_rows() == [(digest([1, 2, 3]), 7, 8)]
 
 
