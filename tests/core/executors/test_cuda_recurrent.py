@@ -84,7 +84,8 @@ def test_states_of_swapped_requests_come_back_from_the_host(model: str) -> None:
     )
     states = engine.executor.runner.states
     assert states is not None
-    assert (on_host := states._swapped) is not None
+    on_host = states._swapped
+    assert on_host is not None
     on_host.fill_(np.nan)
     swapped = engine.run([0, 1])
     stats = engine.core.scheduler.stats
