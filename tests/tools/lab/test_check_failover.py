@@ -344,6 +344,6 @@ def test_an_engine_that_is_killed_holds(capsys: pytest.CaptureFixture[str]) -> N
             pid for pid in children(caller.process.pid) if b"-m\0core" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         kill = f"kill -9 {engine}"
-        status, found = check(f"http://127.0.0.1:{caller.port}", kill, capsys, "--moments", "mid", "--tokens", "256")
+        status, found = check(f"http://127.0.0.1:{caller.port}", kill, capsys, "--moments", "mid", "--tokens", "128")
     assert (status, found["reasons"]) == (EXIT_HELD, []), found
     assert [one["verdict"] for one in found["cells"][1]["streams"]] == ["exact"] * 8
