@@ -36,7 +36,7 @@ class SharedFile:
         self._begins: list[tuple[int, int, int]] = []  # address, bytes and place in the file of each mapping
         self._count = count_in(fd)
 
-    def empty(self, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
+    def zeros(self, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
         """Return an array of zeros, for which memory is taken when it is written. Errors: MemoryError."""
         num_bytes = max(1, int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         begin = self._end
@@ -101,4 +101,4 @@ def host_zeros(shape: tuple[int, ...], dtype: Dtype) -> Numbers:
     Errors: MemoryError.
     """
     file = _file.get()
-    return aligned_zeros(shape, dtype) if file is None else file.empty(shape, dtype)
+    return aligned_zeros(shape, dtype) if file is None else file.zeros(shape, dtype)

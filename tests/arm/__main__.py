@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.arm.system import ROOT, build_kernels, environment, make_system, missing_programs
+from tests.arm.system import ROOT, environment, prepared_system
 
 #: CPUs of QEMU's, and the best variant for each.
 CPUS = {"cortex-a72": "neon", "neoverse-n1": "neon_dot", "max": "neon_bf16"}
@@ -61,13 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cpu", nargs="+", choices=CPUS, default=list(CPUS))
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
     options, pytest_arguments = parser.parse_known_args(arguments)
-    if missing := missing_programs():
-        print(f"not installed: {' '.join(missing)} (Debian's packages)")
-        return 1
-    folder = options.folder.resolve()
-    folder.mkdir(exist_ok=True)
-    python = make_system(folder)
-    build_kernels(folder)
+    folder, python = prepared_system(options.folder)
     failed = []
     for cpu in options.cpu:
         settings = environment(folder, cpu)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.arm.system import ROOT, build_kernels, environment, make_system, missing_programs
+from tests.arm.system import ROOT, environment, prepared_system
 
 _PLUGIN = Path(__file__).with_name("instructions.c")
 #: SVE has as many bytes as NEON, as on most CPUs; QEMU would give it 64.
@@ -40,13 +40,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
     parser.add_argument("what", nargs="+")
     options = parser.parse_args(arguments)
-    if missing := missing_programs():
-        print(f"not installed: {' '.join(missing)} (Debian's packages)")
-        return 1
-    folder = options.folder.resolve()
-    folder.mkdir(exist_ok=True)
-    python = make_system(folder)
-    build_kernels(folder)
+    folder, python = prepared_system(options.folder)
     plugin = folder / "instructions.so"
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(_PLUGIN), "-o", str(plugin)], check=True)

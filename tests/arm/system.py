@@ -73,6 +73,20 @@ def make_system(folder: Path) -> Path:
     return python
 
 
+def prepared_system(folder: Path) -> tuple[Path, Path]:
+    """Return the whole path of the folder with the system and its kernels, and the emulated Python.
+
+    Errors: SystemExit if a program is missing here.
+    """
+    if missing := missing_programs():
+        raise SystemExit(f"not installed: {' '.join(missing)} (Debian's packages)")
+    folder = folder.resolve()
+    folder.mkdir(exist_ok=True)
+    python = make_system(folder)
+    build_kernels(folder)
+    return folder, python
+
+
 def environment(folder: Path, cpu: str) -> dict[str, str]:
     """Return the environment of a process on this CPU of QEMU's. It would build kernels by the cross compiler."""
     return {**os.environ, "ARM_CPU": cpu, "CC": COMPILER, "XDG_CACHE_HOME": str(folder / "cache")}

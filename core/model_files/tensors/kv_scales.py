@@ -13,7 +13,7 @@ from kernels.dequantize import dequantize
 from kernels.memory.kv_cache import Scales
 
 #: As compressed-tensors and Model Optimizer name them.
-_NAME = re.compile(r"(?:.+\.)?layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_scale")
+_NAME = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj\.)?([kv])_scale")
 
 
 def read_kv_scales(path: Path, num_layers: int) -> tuple[Scales, ...]:

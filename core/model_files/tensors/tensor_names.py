@@ -8,9 +8,9 @@ from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 
 #: Numbered parts: matrices of experts, those of heads in latent attention, and per-head norms.
-_NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
+_NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d{1,6})\.(\w+)")
 _KEYS_AND_VALUES = re.compile(
-    r"(?:model\.layers|blk)\.(\d+)\.(?:self_attn\.(?:[kv]_proj|k_norm)|attn_(?:[kv]|k_norm))\.(?:weight|bias)"
+    r"(?:model\.layers|blk)\.(\d{1,6})\.(?:self_attn\.(?:[kv]_proj|k_norm)|attn_(?:[kv]|k_norm))\.(?:weight|bias)"
 )
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -127,7 +127,7 @@ def is_of_further_layer(name: str, config: ModelConfig) -> bool:
     row = ARCHITECTURES[config.architecture]
     if not (row.may_predict if name.startswith("blk.") else row.further_layers):
         return False
-    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    match = re.match(r"(?:model\.layers|blk)\.(\d{1,6})\.", name)
     num_layers = max(map(max, config.file_layers)) + 1 if config.file_layers else config.num_hidden_layers
     return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= num_layers)
 

@@ -48,6 +48,10 @@ def test_files_without_scales(tmp_path: Path) -> None:
     assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format(0)}.k_proj.weight_scale": scale(1.0)}), 1) == ()
 
 
+def test_a_number_that_no_layer_has_is_part_of_another_name(tmp_path: Path) -> None:
+    assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format('9' * 5000)}.k_scale": scale(1.0)}), 1) == ()
+
+
 @pytest.mark.parametrize(
     ("changes", "refused"),
     [
