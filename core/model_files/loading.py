@@ -136,7 +136,10 @@ def load_update(
     assert isinstance(model, Llama), type(model)
     own = resolve_model(config.model)
     library = model.library
-    with contextlib.nullcontext() if library is None else library.alone():
+    with contextlib.ExitStack() as stack:
+        if library is not None:
+            stack.enter_context(library.alone())
+            stack.enter_context(library.lent_core())
         if path is None:
             opened = open_weights(config.load_format, own, model.config, dtype, library).tensors
         else:

@@ -89,8 +89,25 @@ class CpuLibrary:
         finally:
             leave(0)
 
+    @contextlib.contextmanager
+    def lent_core(self) -> Iterator[None]:
+        """Leave one core to the calling thread in this context: steps that begin in it have one thread less.
+
+        Without it the pool's threads and the calling one share the cores, and each barrier of a step waits for a
+        thread that has lost its core.
+        """
+        lend = self.function("pool_lend", ctypes.c_int)
+        lend(1)
+        try:
+            yield
+        finally:
+            lend(0)
+
     def wake_threads(self) -> None:
-        """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""
+        """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long.
+
+        Lent cores leave the threads, or return to them, in this call.
+        """
         self._wake()
 
     def allocate(self, num_bytes: int) -> UInt8s:

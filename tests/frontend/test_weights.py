@@ -2,6 +2,7 @@
 computed with the earlier ones is used again, and every token says which weights it comes from.
 """
 
+import ctypes
 import os
 import signal
 import threading
@@ -13,9 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from core.executors.load import load, load_new_weights
+from core.model_files import loading
+from core.model_files.tensors.weights import load_weights
+from core.models.llama import Llama
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
 from ipc.errors import CallFailedError, EngineDeadError, InvalidRequestError, ModelFileError
+from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
@@ -310,3 +316,32 @@ def test_a_capture_replays_with_its_weights_and_is_refused_without(
     files = [str(folder) for folder in site.folders]
     status, report = replay(capfd, site.capture, "--mode", "full", "--weights", *files)
     assert (status, report["run"]["difference"]) == (0, None)
+
+
+def test_steps_leave_a_core_to_an_update(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step has one thread less while tensors are read, and the one after the update has all again."""
+    config = EngineConfig(model=str(site.folders[0]), dtype="float32", threads=2)
+    loaded = load(config, lambda path, mmproj: np.dtype(np.float32))
+    assert isinstance(loaded.model, Llama)
+    library, seen = loaded.model.library, list[int]()
+    assert library is not None
+
+    def step() -> None:
+        assert library is not None
+        library.wake_threads()
+        seen.append(library.function("pool_num_threads", result=ctypes.c_int)())
+
+    def next_to_a_step(*given: Any) -> Iterator[Any]:
+        for number, tensor in enumerate(load_weights(*given)):
+            if number == 1:
+                thread = threading.Thread(target=step)
+                thread.start()
+                thread.join()
+            yield tensor
+
+    monkeypatch.setattr(loading, "load_weights", next_to_a_step)
+    step()
+    load_new_weights(site.folders[1], loaded, config, loaded.source)
+    step()
+    library.stop_threads()
+    assert seen == [2, 1, 2]

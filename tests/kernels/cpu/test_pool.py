@@ -222,3 +222,29 @@ def test_a_thread_next_to_the_pool_runs_its_jobs_alone(pool, c_library):
     ran = []
     pool.run(lambda thread, of: ran.append((thread, of)))
     assert sorted(ran) == [(0, 2), (1, 2)]
+
+
+@pytest.mark.parametrize(("num_threads", "left"), [(1, 1), (2, 1), (3, 2)])
+def test_a_lent_core_leaves_the_pool_between_two_steps(pool, c_library, num_threads, left):
+    """Weights are read on it. Jobs of a step that has begun keep their threads, whose memory was sized for them."""
+
+    def threads_of_a_job() -> list[tuple[int, int]]:
+        ran: list[tuple[int, int]] = []
+        pool.run(lambda thread, of: ran.append((thread, of)))
+        return sorted(ran)
+
+    pool.start(num_threads)
+    all_threads = [(thread, num_threads) for thread in range(num_threads)]
+    with c_library.lent_core():
+        assert threads_of_a_job() == all_threads
+        c_library.wake_threads()
+        assert threads_of_a_job() == [(thread, left) for thread in range(left)]
+    assert len(threads_of_a_job()) == left
+    c_library.wake_threads()
+    assert threads_of_a_job() == all_threads
+
+
+def test_a_pool_that_was_never_started_stays_so(pool, c_library):
+    before = threads_of_process()
+    c_library.wake_threads()
+    assert threads_of_process() == before

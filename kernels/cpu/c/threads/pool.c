@@ -22,6 +22,8 @@ static struct {
     _Alignas(64) Job job; /* NULL = end the thread. Written before a barrier, read after it */
     void *args;
     _Atomic int num_threads; /* 0 = none were started */
+    int num_asked; /* of the last pool_start() */
+    _Atomic int num_lent;
     int fork_is_handled;
     pthread_t workers[MAX_THREADS];
     struct {
@@ -51,7 +53,7 @@ static void wait_for_phase_after(uint32_t phase) {
     atomic_fetch_sub(&pool.num_asleep, 1);
 }
 
-EXPORT void pool_wake(void) {
+static void wake_sleeping(void) {
     if (atomic_load(&pool.num_asleep) > 0)
         syscall(SYS_futex, &pool.phase, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
@@ -65,7 +67,7 @@ EXPORT void pool_barrier(void) {
     }
     atomic_store_explicit(&pool.num_arrived, 0, memory_order_relaxed);
     atomic_fetch_add(&pool.phase, 1);
-    pool_wake();
+    wake_sleeping();
 }
 
 EXPORT int64_t pool_take(int owner) {
@@ -102,15 +104,24 @@ EXPORT void pool_run(Job job, void *args) {
 /* Reset the pool in a forked child, which has this memory but none of the threads. */
 static void forget_threads(void) {
     pool.num_threads = 0;
+    pool.num_asked = 0;
     atomic_store(&pool.num_arrived, 0);
     atomic_store(&pool.num_asleep, 0);
 }
 
-EXPORT void pool_start(int num_threads) {
-    if (num_threads < 1) num_threads = 1;
-    if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
-    if (num_threads == pool.num_threads || is_alone) return; /* a thread next to the pool leaves it as it is */
-    pool_stop();
+static void end_threads(void) {
+    int num_threads = pool.num_threads;
+    if (num_threads > 1) {
+        pool.job = NULL;
+        pool_barrier();
+    }
+    for (int thread = 1; thread < num_threads; thread++) pthread_join(pool.workers[thread], NULL);
+    pool.num_threads = 0;
+}
+
+static void have_threads(int num_threads) {
+    if (num_threads == pool.num_threads) return;
+    end_threads();
     if (!pool.fork_is_handled) pool.fork_is_handled = pthread_atfork(NULL, NULL, forget_threads) == 0;
     pool.num_threads = num_threads;
     sigset_t all, before; /* only the program's own threads handle signals */
@@ -125,14 +136,28 @@ EXPORT void pool_start(int num_threads) {
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
+/* Return how many threads are left for the pool's jobs. */
+static int num_kept(void) {
+    int num_threads = pool.num_asked - atomic_load_explicit(&pool.num_lent, memory_order_relaxed);
+    return num_threads < 1 ? 1 : num_threads;
+}
+
+EXPORT void pool_start(int num_threads) {
+    if (is_alone) return; /* a thread next to the pool leaves it as it is */
+    pool.num_asked = num_threads < 1 ? 1 : num_threads > MAX_THREADS ? MAX_THREADS : num_threads;
+    have_threads(num_kept());
+}
+
 EXPORT void pool_stop(void) {
-    int num_threads = pool.num_threads;
-    if (num_threads > 1) {
-        pool.job = NULL;
-        pool_barrier();
-    }
-    for (int thread = 1; thread < num_threads; thread++) pthread_join(pool.workers[thread], NULL);
-    pool.num_threads = 0;
+    end_threads();
+    pool.num_asked = 0;
+}
+
+EXPORT void pool_lend(int num_threads) { atomic_store(&pool.num_lent, num_threads); }
+
+EXPORT void pool_wake(void) {
+    if (pool.num_asked > 0 && !is_alone) have_threads(num_kept());
+    wake_sleeping();
 }
 
 EXPORT int pool_num_threads(void) { return pool.num_threads > 1 && !is_alone ? pool.num_threads : 1; }

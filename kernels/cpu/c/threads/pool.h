@@ -14,7 +14,7 @@ typedef void (*Job)(void *args, int thread, int num_threads);
 
 /* Start num_threads threads, including the caller of pool_run(), which is thread 0. The same number again changes
  * nothing; another number replaces the threads. There are fewer if the system refuses more. Call pool_start(),
- * pool_run() and pool_stop() from one thread at a time. */
+ * pool_run(), pool_wake() and pool_stop() from one thread at a time. */
 void pool_start(int num_threads);
 
 /* Run a job on all threads and return when all are done. Without pool_start(), or after fork(), only the caller runs
@@ -22,8 +22,12 @@ void pool_start(int num_threads);
 void pool_run(Job job, void *args);
 
 /* Wake sleeping threads, which then spin, because a job follows within tens of microseconds: waking up takes as
- * long. */
+ * long. What was lent since the last call leaves the pool here, or returns to it. */
 void pool_wake(void);
+
+/* Let jobs run on num_threads threads less, at least on one, from the next pool_wake() on; 0 = on all again. So their
+ * cores are free for other work of this process. Any thread may call it, while a job runs too. */
+void pool_lend(int num_threads);
 
 /* Inside a job: wait until all threads have called this. Their writes before it are visible after it. */
 void pool_barrier(void);
