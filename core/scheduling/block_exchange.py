@@ -34,8 +34,10 @@ from ipc.wire.weights_messages import WeightsMark
 MIN_BLOCKS = 4
 #: The most unanswered looks and fetches.
 MAX_FETCHES = 16
-#: The longest time that a request waits for the store. After it, the request computes the blocks.
+#: The longest time that a request waits for the store, and what each token of blocks that it has adds. After it, the
+#: request computes the blocks: on a CPU a token of a prompt takes a small model about that long, and others longer.
 MAX_WAIT_NS = 2_000_000_000
+WAIT_NS_PER_TOKEN = 1_000_000
 #: The most requests that start to wait in one step, and the most that end waiting: thousands may wait for the same
 #: blocks.
 MAX_AT_ONCE = 64
@@ -95,7 +97,8 @@ class BlockExchange:
         self.asks_left = self._frees_left = MAX_AT_ONCE
         self._free_some()
         for pending in self._fetches.values():
-            if pending.waiters and now_ns - pending.asked_ns > MAX_WAIT_NS:
+            num_coming = 0 if pending.slots is None else len(pending.slots) * self._batch.block_size
+            if pending.waiters and now_ns - pending.asked_ns > MAX_WAIT_NS + num_coming * WAIT_NS_PER_TOKEN:
                 self._end_wait(pending, has_come=False)
 
     @property

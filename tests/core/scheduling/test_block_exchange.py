@@ -17,7 +17,8 @@ from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
 from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
-from core.scheduling.block_exchange import MAX_WAIT_NS
+from core.scheduling.block_exchange import MAX_WAIT_NS, WAIT_NS_PER_TOKEN
+from core.kv.orders import Fetch
 from core.tiers import block_file
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import Abort, AddRequest, ResetPrefixCache
@@ -188,6 +189,26 @@ def test_what_takes_too_long_is_computed(tmp_path: Path) -> None:
     engine.orders = late
     engine.drain()
     assert engine.reads == []
+
+
+def test_the_wait_for_blocks_that_are_there_is_as_long_as_computing_them(tmp_path: Path) -> None:
+    """A large model's blocks take a busy machine seconds to read, and a minute to compute."""
+    filled(tmp_path)
+    engine = ExchangeDriver(tmp_path)
+    message = add_message(1, prompt(0), 2)
+    engine.driver.step([(0, message)], now_ns=10)
+    found = [engine.store.carry_out(order) for order in engine.engine.take_orders()]
+    engine.driver.step([(0, one) for one in found if one is not None], now_ns=20)
+    late = engine.engine.take_orders()
+    (fetch,) = (order for order in late if isinstance(order, Fetch))
+    until = 10 + MAX_WAIT_NS + len(fetch.slots) * BLOCK * WAIT_NS_PER_TOKEN
+    engine.driver.step(now_ns=until)
+    assert not engine.engine.has_work, "it still waits"
+    engine.driver.step(now_ns=until + 1)
+    engine.driver.drain()
+    assert check(engine, message, engine.driver.inbox.received[0, 1]) == 0
+    engine.orders = late
+    engine.drain()
 
 
 @pytest.mark.parametrize("after", [1, 2, 3])
