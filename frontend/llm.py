@@ -115,22 +115,26 @@ class PoolingCalls:
         pooling_params: PoolingParams | None = None,
         *,
         template: str | None = None,
+        instruction: str | None = None,
         **arguments: Any,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit: one with each of the others, or each with the one at its position.
 
         A classifier with one label (a reranker) reads a pair as one prompt: by template, a text with {query} and
-        {document}, or joined by its tokenizer. A model that embeds gives the cosine of two embeddings. arguments:
-        further ones of encode(). Errors: those of encode(); InvalidRequestError for a classifier with several labels.
+        {document}; by its chat template, if that names these roles, with an instruction; or joined by its tokenizer. A
+        model that embeds gives the cosine of two embeddings. arguments: further ones of encode(). Errors: those of
+        encode(); InvalidRequestError for a classifier with several labels.
         """
         pairs, tasks = scored_pairs(data_1, data_2), self._engine.client.welcome.tasks
         if "embed" in tasks:
+            if instruction:
+                raise InvalidRequestError("instruction is for rerankers: put it before the texts that are embedded")
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             found = dict(zip(texts, self.encode(texts, pooling_params, use_tqdm, **arguments), strict=True))
             return [cosine_score(found[one], found[other]) for one, other in pairs]
         if tasks.get("classify", 1) != 1:
             raise InvalidRequestError(f"score() needs a classifier with one label; this one has {tasks['classify']}")
-        prompts = [pair_prompt(self._engine, pair, template) for pair in pairs]
+        prompts = [pair_prompt(self._engine, pair, template, instruction) for pair in pairs]
         outputs = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", **arguments)
         return [score_of(output) for output in outputs]
 

@@ -11,6 +11,7 @@ from frontend.call_arguments import read_deadline, read_priorities, wrong_number
 from frontend.lora import LoRAInput
 from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
+from frontend.text.chat_template import reads_pairs, render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from ipc.errors import InvalidRequestError
@@ -137,12 +138,30 @@ def _texts(side: object) -> list[str]:
     return texts
 
 
-def pair_prompt(engine: EngineHandle, pair: tuple[str, str], template: str | None) -> PromptInput:
-    """Return the prompt of a cross encoder for a pair of texts.
+def pair_prompt(
+    engine: EngineHandle, pair: tuple[str, str], template: str | None, instruction: str | None = None
+) -> PromptInput:
+    """Return the prompt of a reranker for a pair of texts.
 
-    template: a format string with {query} and {document}; None = the pair as the tokenizer's post-processor joins two
-    texts. Errors: InvalidRequestError.
+    template: a format string with {query} and {document}. None = what the chat template makes of messages of the roles
+    "query" and "document", if it names these; otherwise the pair as the tokenizer's post-processor joins two texts.
+    instruction: for a chat template, a message of the role "system" before them. Errors: InvalidRequestError.
     """
+    if instruction is not None and not isinstance(instruction, str):
+        raise InvalidRequestError(f"instruction must be a str, got {type(instruction).__name__}")
+    tokenizer, source = engine.tokenizer, None
+    if template is None and tokenizer is not None and tokenizer.chat_template is not None:
+        source = tokenizer.chat_template if reads_pairs(tokenizer.chat_template) else None
+    if instruction and source is None:
+        raise InvalidRequestError(
+            'instruction needs a chat template that names the roles "query" and "document": give one with '
+            "--chat-template FILE, or write the instruction into template"
+        )
+    if source is not None and tokenizer is not None:
+        roles = {"system": instruction, "query": pair[0], "document": pair[1]}
+        messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
+        text = render_chat(source, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
     if template is not None:
         if "{query}" not in template or "{document}" not in template:
             raise InvalidRequestError("a template for score() must have {query} and {document}")

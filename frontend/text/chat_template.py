@@ -95,6 +95,11 @@ def render_chat(
     return cut_at_mark(prompt, final) if continue_final_message else prompt
 
 
+def reads_pairs(template: str) -> bool:
+    """Return whether a template is for messages of the roles "query" and "document". Errors: InvalidRequestError."""
+    return compile_template(template).names_pairs
+
+
 def check_template(template: str) -> None:
     """Check that this is a template. Errors: InvalidRequestError."""
     compile_template(template)
@@ -134,6 +139,7 @@ class _Compiled(NamedTuple):
     takes_parts: bool  # it loops over a message's content, or over a variable called content
     tests_none: bool  # it tests whether the content is none
     names_developer: bool  # it names the role "developer"
+    names_pairs: bool  # it names the roles "query" and "document", of the two texts that a reranker compares
     id_length: int | None  # required length of a tool call's id
 
 
@@ -182,9 +188,15 @@ def compile_template(source: str) -> _Compiled:
     environment = _make_environment()
     try:
         tree = environment.parse(source)
-        names_developer = any(one.value == "developer" for one in tree.find_all(jinja2.nodes.Const))
-        template = environment.from_string(source)
-        return _Compiled(template, _takes_parts(tree), _tests_none(tree), names_developer, _id_length(tree))
+        named = {one.value for one in tree.find_all(jinja2.nodes.Const) if isinstance(one.value, str)}
+        return _Compiled(
+            environment.from_string(source),
+            takes_parts=_takes_parts(tree),
+            tests_none=_tests_none(tree),
+            names_developer="developer" in named,
+            names_pairs=named >= {"query", "document"},
+            id_length=_id_length(tree),
+        )
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
         where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise InvalidRequestError(f"the chat template is not valid Jinja{where}: {_explain(error)}") from error

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +13,14 @@ import pytest
 
 from core.executors.fake import checksum, fake_vector
 from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
+from frontend.pooling import pair_prompt
 from frontend.results.pooling_outputs import PoolingOutput, PoolingRequestOutput, cosine_score
+from frontend.text.tokenizer import Tokenizer
+from ipc.files.model_files import read_tokenizer_files, resolve_model
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import PauseMode
+from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
+from tests.core.models.byte_tokenizer import byte_tokenizer
 from tests.fake_options import fake_options
 from tools.cli import main
 
@@ -123,3 +130,44 @@ def _demo() -> str:
     from ipc.files.model_files import resolve_model
 
     return str(resolve_model(None))
+
+
+# --- rerankers -------------------------------------------------------------------------------------------------------
+
+RERANKER = Path(__file__).parents[2] / "examples" / "qwen3_reranker.jinja"
+QUERY, DOCUMENT = "What is a panda?", "A bear that eats bamboo."
+#: The prompt of Qwen3-Reranker's model card, put together here by hand.
+CARD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}'
+    f"\n<Query>: {QUERY}\n<Document>: {DOCUMENT}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+
+def test_a_reranker_reads_what_its_template_makes_of_a_pair(tmp_path: Path) -> None:
+    """A language model of bytes as a reranker."""
+    write(tmp_path, LLAMA, random_weights(model_shapes(LLAMA), 1))
+    byte_tokenizer(["<|im_start|>", "<|im_end|>"]).save(str(tmp_path / "tokenizer.json"))
+    options: dict[str, Any] = {"model": str(tmp_path), "dtype": "float32", "classifier_from_token": "n,y"}
+    usual, other = "Given a web search query, retrieve relevant passages that answer the query", "Find animals."
+    with LLM(chat_template=str(RERANKER), **options) as llm:
+        tokenizer, scores = llm.get_tokenizer(), []
+        for given, said in ((None, usual), ("", usual), (other, other)):
+            ids = tokenizer.encode(CARD.format(instruction=said), add_special_tokens=False)
+            (output,) = llm.score(QUERY, DOCUMENT, use_tqdm=False, instruction=given)
+            assert output.prompt_token_ids == ids
+            assert output.outputs.score == llm.classify([ids], use_tqdm=False)[0].outputs.probs[0]
+            scores.append(output.outputs.score)
+        assert scores[0] == scores[1] != scores[2]
+        (plain,) = llm.score(QUERY, DOCUMENT, use_tqdm=False, template="{query} {document}")
+        assert plain.prompt_token_ids == tokenizer.encode(f"{QUERY} {DOCUMENT}")
+        with pytest.raises(InvalidRequestError, match="instruction must be a str, got int"):
+            llm.score(QUERY, DOCUMENT, use_tqdm=False, instruction=3)  # type: ignore[arg-type]
+
+
+def test_an_instruction_that_nothing_reads_is_refused(llm: LLM) -> None:
+    handle: Any = SimpleNamespace(tokenizer=Tokenizer.from_files(read_tokenizer_files(resolve_model(None))))
+    with pytest.raises(InvalidRequestError, match='a chat template that names the roles "query" and "document"'):
+        pair_prompt(handle, (QUERY, DOCUMENT), None, "Find animals.")
+    with pytest.raises(InvalidRequestError, match="put it before the texts that are embedded"):
+        llm.score(QUERY, DOCUMENT, use_tqdm=False, instruction="Find animals.")

@@ -23,11 +23,11 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     template: str | None = None  # see LLM.score()
     priority: int | None = None
+    instruction: str | None = None  # for the model's chat template
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None  # whether a classifier's score is a probability; None = as its files say
 
     # Refused by name.
-    instruction: Any = None
     max_tokens_per_doc: Any = None
     max_tokens_per_query: Any = None
     truncation_side: Any = None
@@ -43,11 +43,11 @@ class RerankBody(msgspec.Struct, kw_only=True):
     return_documents: bool | None = None
     template: str | None = None
     priority: int | None = None
+    instruction: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
 
     # Refused by name.
-    instruction: Any = None
     max_tokens_per_doc: Any = None
     max_tokens_per_query: Any = None
     truncation_side: Any = None
@@ -55,7 +55,6 @@ class RerankBody(msgspec.Struct, kw_only=True):
 
 
 _INSTEAD = {
-    "instruction": "use template",
     "max_tokens_per_doc": "use truncate_prompt_tokens",
     "max_tokens_per_query": "use truncate_prompt_tokens",
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
@@ -113,10 +112,12 @@ async def _scores(
         params.use_activation = body.use_activation
 
         def prepare() -> list[PromptInput]:
-            return [pair_prompt(service.engine, pair, body.template) for pair in pairs]
+            return [pair_prompt(service.engine, pair, body.template, body.instruction) for pair in pairs]
 
         prompts = await service.run(request, prepare)
         return [score_of(one) for one in await pool(service, request, prompts, params, "classify", priority)]
+    if body.instruction:
+        raise HttpError(400, "instruction is for rerankers: put it before the texts", param="instruction")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     outputs = await pool(service, request, texts, params, "embed", priority)
     found = dict(zip(texts, outputs, strict=True))
