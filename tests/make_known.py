@@ -13,7 +13,8 @@ test compares them. [models.md](models.md) says what each one needs, and which t
 
 - **images**: images in requests are read. Models whose text runs alone refuse requests with images.
 - **adapters**: which matrices LoRA may change.
-- **MTP**: files may have layers for multi-token prediction, which can draft ([speculation.md](speculation.md)).
+- **MTP**: files may have layers for multi-token prediction, or there are assistants; both can draft
+  ([speculation.md](speculation.md)).
 - **GPU**: runs on an NVIDIA GPU, at level L0 ([gpu.md](gpu.md)). **level**: on a CPU.
 
 | models | architecture | files | images | adapters | MTP | GPU | level |

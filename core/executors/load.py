@@ -3,13 +3,15 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from core.execution.executor import ModelInfo
+from core.model_files.assistant import is_assistant, load_assistant
 from core.model_files.draft_head import load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model, load_update
+from core.models.assistant import Assistant
 from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.llama import Llama
@@ -22,6 +24,9 @@ from ipc.options.config import EngineConfig
 from ipc.tables.rounding import ceil_div
 from kernels.elements import ELEMENT_TYPES, Dtype, element_name
 from kernels.gumbel import DRAW
+
+#: What drafts from the hidden states of the model, and belongs to it.
+Head: TypeAlias = DraftHead | Assistant
 
 
 class Loaded(NamedTuple):
@@ -100,8 +105,8 @@ def load_new_weights(path: Path | None, loaded: Loaded, config: EngineConfig, fi
     return Loaded(model, info, source, loaded.dtype)
 
 
-def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHead | None:
-    """Load the draft model or draft head of speculative_config in the target's dtype; None: it needs none.
+def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | Head | None:
+    """Load the draft model, head or assistant of speculative_config in the target's dtype; None: it needs none.
 
     Errors: those of load(), and ConfigError if it does not fit the target.
     """
@@ -116,8 +121,8 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
                 f"{config.model} is none"
             )
         path = resolve_model(settings.model or config.model)
-        load = load_mtp if settings.method == "mtp" else load_eagle3
-        return load(path, loaded.model, is_made_up)
+        load: Callable[[Path, Llama, bool], Head] = load_mtp if settings.method == "mtp" else load_eagle3
+        return (load_assistant if is_assistant(path) else load)(path, loaded.model, is_made_up)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
     given = {"model": settings.model, "load_format": load_format, "model_impl": "native", "mmproj": None}

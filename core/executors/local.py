@@ -12,14 +12,16 @@ from core.execution.executor import WARM_UP_TOKENS, Costs, FinishedStep, StepCos
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states
-from core.executors.load import Loaded, load, load_drafting_model, load_new_weights
+from core.executors.load import Head, Loaded, load, load_drafting_model, load_new_weights
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.features.store import Features
 from core.grammars.grammars import model_grammars
 from core.model_files.loading import why_not_updated
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
+from core.models.assistant import Assistant
 from core.models.draft_head import DraftHead
+from core.models.interface import Model
 from core.models.layers.adapted import AdaptedMatrices, AdaptedPart, takes_adapters
 from core.models.llama import Llama
 from core.models.operations.operations import AdaptingOperations
@@ -27,6 +29,7 @@ from core.models.operations.weight_form import fits
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
 from core.models.parts.stage import Stage
+from core.runner.assistant_drafter import AssistantDrafter
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
 from core.runner.head_drafter import HeadDrafter
@@ -48,7 +51,7 @@ class NewModel(NamedTuple):
 
     mark: WeightsMark
     loaded: Loaded
-    head: DraftHead | None
+    head: Head | None
 
 
 #: Weights of products of the largest model whose warm-up has more than one token.
@@ -84,7 +87,7 @@ class LocalExecutor:
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
-        self.features = model_features(config, self._loaded)
+        self.features = model_features(config, self._loaded, self._drafting)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -112,6 +115,8 @@ class LocalExecutor:
             others["states"] = self._make_states(config)
             others["num_page_blocks"] = config.kv_page_blocks
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
+        if isinstance(drafter, AssistantDrafter):
+            drafter.cache = self.runner.cache
         self._run = self.runner.execute
         self._ahead = BlocksAhead(self.runner.cache)
 
@@ -138,6 +143,8 @@ class LocalExecutor:
         """Return the drafter for this executor's draft model or head. Errors: MemoryError."""
         if (drafting := self._drafting) is None:
             return None
+        if isinstance(drafting, Assistant):
+            return AssistantDrafter(drafting, num_drafts=self._num_drafts)
         num_rows, num_blocks, block_size = sizes["num_rows"], sizes["num_blocks"], sizes["block_size"]
         own = {"num_rows": num_rows, "num_blocks": num_blocks, "block_size": block_size, "num_drafts": self._num_drafts}
         if isinstance(drafting, DraftHead):
@@ -175,10 +182,10 @@ class LocalExecutor:
         """Read other weights, next to the steps; see UpdatesWeights."""
         self._new_weights.clear()  # of an update that was never used
         loaded = load_new_weights(Path(path) if path else None, self._loaded, self._config, self._first)
-        head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, DraftHead) else None
+        head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, Head) else None
         info = loaded.info
         mark = WeightsMark(version, info.fingerprint, info.weights, info.variant)
-        self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, DraftHead) else None)
+        self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, Head) else None)
         return mark
 
     @property
@@ -208,8 +215,8 @@ class LocalExecutor:
         self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
         self.runner.model = self._model
         if new.head is not None:
-            assert isinstance(self.runner.drafter, HeadDrafter), type(self.runner.drafter)
-            self._drafting = self.runner.drafter.head = new.head
+            drafter: Any = self.runner.drafter
+            self._drafting = drafter.head = new.head
 
     def prepare_ahead(self) -> bool:
         """Allocate memory for blocks of later steps. Return False if no more is needed for now."""
@@ -284,14 +291,17 @@ def model_adapters(
 # model_features: the features for a loaded model; a part of the executors that run a model.
 
 
-def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
-    """Return the model's features; None for a model that reads none."""
+def model_features(config: EngineConfig, loaded: Loaded, drafting: Model | Head | None) -> Features | None:
+    """Return the model's features; None for a model that reads none.
+
+    drafting: what makes drafts. An assistant reads sampled tokens only.
+    """
     model = loaded.model
     if not isinstance(model, Llama) or not model.reads_features or loaded.source.pooler is not None:
         return None
     settings = config.speculative_config
     refusal = ""
-    if settings is not None and settings.runs_model:
+    if settings is not None and drafting is not None and not isinstance(drafting, Assistant):
         refusal = (
             f"this engine drafts with a model (speculative_config: {settings.method}) that does not read features "
             "(prompt_embeds, images): use method ngram or suffix"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from core.model_files.model_config import ASSISTANTS
 from core.model_files.settings.text_part import TEXT_PARTS
 from core.models.architectures.architecture import Architecture
 from core.models.architectures.by_name import ARCHITECTURES
@@ -161,7 +162,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         files=files,
         images=images,
         adapters=adapters,
-        mtp=row.mtp is not None,
+        mtp=row.mtp is not None or row.name in ASSISTANTS.values(),
         gpu=not (row.full_heads or row.qk_norm_plain or (row.experts and row.experts.scales_inputs)),
         level="L2",
     )

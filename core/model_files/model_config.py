@@ -89,8 +89,20 @@ MISSING_PARTS: dict[str, str] = {
 }
 
 
+#: Names of assistants in config.json's architectures -> that of the architecture of their layers.
+ASSISTANTS = {
+    "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
+    "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForCausalLM",
+}
+
+
 def refuse_missing_parts(path: Path) -> None:
     """Refuse an architecture by the name of what it needs. Errors: UnsupportedModelError."""
     for name in _architectures(path):
+        if name in ASSISTANTS:
+            raise UnsupportedModelError(
+                f"{path}: {name} drafts for another model: name that one, and this in speculative_config, as "
+                '{"method": "mtp", "model": PATH}'
+            )
         if name in MISSING_PARTS:
             raise UnsupportedModelError(f"{path}: {name} needs {MISSING_PARTS[name]}, which this version does not have")

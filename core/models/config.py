@@ -212,6 +212,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     value_norm: bool = False  # each head of V is normalised, without weights
     #: The last layers, so many, have no K and V: they read those of the last layer of their kind before them.
     num_shared_layers: int = 0
+    #: If no layer has K and V, because all read those of another model: the places of these among its caches, of a
+    #: layer without a window and of one with (core/models/assistant.py). None: the model has K and V.
+    lent_places: tuple[int, int] | None = None
     per_layer: PerLayerParts | None = None  # None: layers have no inputs of their own
     layer_scales: bool = False  # each layer multiplies the hidden states by a number at its end
     wide_mlps: bool = False  # the MLPs of layers without K and V are of twice the size
@@ -360,6 +363,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def place_of(self, layer: int) -> int:
         """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
+        if self.lent_places is not None:
+            return self.lent_places[layer in self.sliding_layers]
         layer = self.source_of(layer)
         if self.recurrent is None:
             return layer

@@ -9,7 +9,7 @@ from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.models.operations.tensor import Tensor
 from core.sampling.columns import SamplingColumns
-from ipc.tables.arrays import Int32s, Ints
+from ipc.tables.arrays import Bools, Int32s, Ints
 
 
 class StepStates(NamedTuple):
@@ -42,6 +42,22 @@ class Drafter(Protocol):
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
         """Run one round of single-token drafts with meaningless contents, to measure it."""
+
+
+def kept_tokens(inputs: StepStates, table: RunnerTable, limit: int) -> tuple[Ints, Ints, Bools]:
+    """Return (starts, counts, drafts), each [R]: which tokens of a step have a next one, and which rows get drafts.
+
+    starts: position of a row's first token in the step. counts: how many of its tokens there are before another known
+    one, at positions below `limit`. drafts: whether the last of these is the row's second-to-last token, and the row
+    has sampled: drafts can follow it.
+    """
+    rows = inputs.rows
+    starts = inputs.context_lens - inputs.num_tokens
+    known = table.num_tokens[rows]
+    ends = np.minimum(np.minimum(inputs.context_lens, known - 1), limit)
+    counts = np.maximum(ends - starts, 0)
+    drafts = (ends == known - 1) & (counts > 0) & (table.num_computed_tokens[rows] == known - 1)
+    return starts, counts, drafts
 
 
 def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:

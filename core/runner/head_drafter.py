@@ -20,7 +20,7 @@ from core.models.operations.tensor import Tensor
 from core.runner.draft_blocks import DraftBlocks
 from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
 from core.runner.draft_pause import DraftPause
-from core.runner.drafter import RanStep, StepStates
+from core.runner.drafter import RanStep, StepStates, kept_tokens
 from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import NO_INT32S, Int32s, Ints
 from kernels.elements import Numbers
@@ -97,11 +97,8 @@ class HeadDrafter:
         assert inputs is not None, "a head reads the model's states"
         rows = inputs.rows
         counts = np.zeros(len(rows), np.int32)
-        starts = inputs.context_lens - inputs.num_tokens
         known = table.num_tokens[rows]
-        ends = np.minimum(np.minimum(inputs.context_lens, known - 1), self.head.max_model_len)
-        num_kept = np.maximum(ends - starts, 0)  # of each row's tokens in this step: those with a next token
-        drafts = (ends == known - 1) & (num_kept > 0) & (table.num_computed_tokens[rows] == known - 1)
+        starts, num_kept, drafts = kept_tokens(inputs, table, self.head.max_model_len)
         if self._pause.begins(step.plan):
             drafts[:] = False
         drafting = np.flatnonzero(drafts)

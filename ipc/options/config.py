@@ -376,8 +376,7 @@ def _check_kv_tiers(config: EngineConfig) -> None:
                 f"{name}"
             )
         speculation = config.speculative_config
-        is_own = speculation is not None and speculation.method == "mtp" and speculation.model is None
-        if speculation is not None and speculation.runs_model and not is_own:
+        if speculation is not None and speculation.runs_model and speculation.method != "mtp":
             raise ConfigError(
                 f"{name} does not support the blocks of another model that drafts: leave out {name}, or use method "
                 "'mtp', 'ngram' or 'suffix'"

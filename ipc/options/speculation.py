@@ -12,18 +12,18 @@ MAX_DRAFTS = 32
 _MAX_LOOKUP = 16
 _DEFAULT_LOOKUP = (2, 5)
 _MAX_DEPTH = 24
-#: Drafts by default. A layer for multi-token prediction is trained for one.
+#: Drafts by default. A layer for multi-token prediction is trained for one, an assistant for several.
 _DRAFTS = {"draft_model": 4, "eagle3": 4, "mtp": 1}
+_DRAFTS_OF_ASSISTANT = 4
 _MAX_CACHED_REQUESTS = 1 << 20
 
 #: Layers for multi-token prediction, by vLLM's names: those that method mtp reads, and others.
 _READ_LAYERS = (
     *("mimo_mtp", "qwen3_5_mtp", "qwen3_next_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "deepseek_mtp"),
-    "exaone_moe_mtp",
+    *("exaone_moe_mtp", "gemma4_mtp"),
 )
 _OTHER_LAYERS = (
     *("glm_ocr_mtp", "ernie_mtp", "nemotron_h_mtp", "longcat_flash_mtp", "step3p5_mtp", "pangu_ultra_moe_mtp"),
-    "gemma4_mtp",
 )
 #: Methods of vLLM that this version does not have.
 _OTHER_METHODS = (
@@ -36,6 +36,9 @@ _MODEL_METHODS = ("draft_model", "eagle3", "mtp")
 _METHODS = ("ngram", "suffix", *_MODEL_METHODS)
 #: Those of them that name a model.
 _NAMING_METHODS = ("draft_model", "eagle3")
+#: Parts of the names of models that draft -> the method of those with them.
+_ASSISTANT = "assistant"
+_NAMED = {"eagle3": "eagle3", _ASSISTANT: "mtp"}
 _NO_LAYERS = "these layers are not read here; those that are have the name 'mtp'"
 _NO_HEADS = "of heads that read the model's hidden states, only EAGLE-3's and MTP layers are supported"
 #: Why some of these are not supported.
@@ -79,7 +82,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """How tokens are drafted. No draft changes a token; right drafts save steps."""
 
     method: str
-    model: str | None = None  # for draft_model and eagle3: folder, .gguf file or Hugging Face name
+    model: str | None = None  # for methods that run a model: folder, .gguf file or Hugging Face name
     num_speculative_tokens: int = 7  # most drafts of a row in one step
     prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # least and most tokens that must match
     prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
@@ -154,8 +157,9 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
         if key not in SpeculativeConfig.__struct_fields__:
             known = ", ".join(SpeculativeConfig.__struct_fields__)
             raise ConfigError(f"speculative_config: unknown key {key!r:.80}; known are {known}")
-    if "method" not in keys and isinstance(model := keys.get("model"), str):  # as in vLLM
-        keys["method"] = "eagle3" if "eagle3" in model.lower() else "draft_model"
+    name = str(keys.get("model", "")).lower()
+    if "method" not in keys and name:  # as in vLLM
+        keys["method"] = next((method for part, method in _NAMED.items() if part in name), "draft_model")
     if not isinstance(keys.get("method"), str):
         raise ConfigError(f"speculative_config needs a method; {_have()}")
     lookup = [keys[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in keys]
@@ -164,7 +168,9 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
     if keys["method"] == "suffix" and "num_speculative_tokens" not in keys:  # as in vLLM
         keys["num_speculative_tokens"] = keys.get("suffix_decoding_max_tree_depth", _MAX_DEPTH)
     if keys["method"] in _DRAFTS:
-        keys.setdefault("num_speculative_tokens", _DRAFTS[keys["method"]])
+        is_assistant = keys["method"] == "mtp" and _ASSISTANT in name
+        default = _DRAFTS_OF_ASSISTANT if is_assistant else _DRAFTS[keys["method"]]
+        keys.setdefault("num_speculative_tokens", default)
     for name in ("step_ns", "alone_ns"):
         if not isinstance(durations := keys.get(name, ()), (list, tuple)) or len(durations) > 32:
             raise ConfigError(f"speculative_config: {name} must be a list of up to 32 integers; got {durations!r:.80}")

@@ -223,8 +223,10 @@ class CpuDecoder:
             self._place_states(requests)
             self._turn(turned)
             self._generation = generation
-        if (longest := plans[0].arguments.longest) > self._num_positions and (turned is None or turned.ndim == 1):
-            self._reach(longest)
+        if turned is None or turned.ndim == 1:
+            longest = plans[0].arguments.longest if turned is None else int(turned.max()) + 1
+            if longest > self._num_positions:
+                self._reach(longest)
         for plan, part, (attention, arguments) in zip(plans, self._parts, self._attention, strict=True):
             attention.reserve(arguments, part, plan, self._num_heads)
         self._run(self._step)

@@ -124,8 +124,11 @@ def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
 
 
 def tail_length(layers: Sequence[LayerParts]) -> int:
-    """Return how many of the last layers read K and V of others: no later token needs anything of them."""
-    mixes = [parts.mix for parts in reversed(layers)]
+    """Return how many of the last layers read K and V of others: no later token needs anything of them.
+
+    The first layer is not counted, because a step computes it for all rows.
+    """
+    mixes = [parts.mix for parts in reversed(layers[1:])]
     shared = (isinstance(mix, AttentionParts) and mix.values == "shared" for mix in mixes)
     return sum(1 for _ in itertools.takewhile(bool, shared))
 

@@ -1,6 +1,7 @@
 """Gemma 4 with images from LLM on: pixels and tokens are transformers', in chats, in chunks, and from the cache."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from frontend.images.gemma4 import Gemma4Images
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
+from tests.core.assistants import AssistedModel
 from tests.core.models.gemma4_images_checkpoint import (
     POOL,
     ROWS,
@@ -66,6 +68,21 @@ def test_a_chat(llm: LLM) -> None:
     assert [(one.use.position, one.use.num_rows) for one in prepared.prompt.features] == [
         (output.prompt_token_ids.index(tiny_tokenizer().token_to_id("<|image|>")), 64)
     ]
+
+
+def test_an_assistant_drafts_after_images(llm: LLM, tmp_path: Path) -> None:
+    """It reads sampled tokens, and K and V of all others."""
+    pair = AssistedModel("gemma4-e2b", vocab_size=tiny_tokenizer().get_vocab_size(), vocab_size_per_layer_input=400)
+    model, (_, assistant) = write_checkpoint(FAMILY, tmp_path / "images"), pair.write(tmp_path)
+    drafts = {"model": assistant, "method": "mtp", "num_speculative_tokens": 3, "step_ns": [10**6] * 8}
+    sampling = [SamplingParams(temperature=t / 2, seed=5, max_tokens=30, logprobs=1) for t in range(3)]
+    prompts = [asked(*IMAGES[:count], text="See" + " <|image|> and" * count + " say.") for count in (1, 2, 3)]
+    expected = llm.generate(prompts, sampling, use_tqdm=False)
+    with LLM(str(model), speculative_config=drafts, **OPTIONS) as drafting:
+        outputs = drafting.generate(prompts, sampling, use_tqdm=False)
+    assert tokens_of(outputs) == tokens_of(expected)
+    assert [one.outputs[0].logprobs for one in outputs] == [one.outputs[0].logprobs for one in expected]
+    assert sum(one.metrics.num_draft_tokens for one in outputs if one.metrics is not None) > 10
 
 
 def test_layers_with_inputs_of_their_own_take_no_prompt_embeds(llm: LLM) -> None:

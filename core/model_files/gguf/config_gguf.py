@@ -123,6 +123,11 @@ def read_gguf_config(path: Path) -> ModelConfig:
     header = read_gguf(path)
     if (encoder := header.metadata.get("general.architecture")) in GGUF_ENCODERS:
         return gguf_encoder_config(path, header, str(encoder))
+    return gguf_decoder_config(path, header)
+
+
+def gguf_decoder_config(path: Path, header: GgufHeader) -> ModelConfig:
+    """Return the configuration of a decoder from the header of its GGUF file. Errors: those of read_gguf_config()."""
     values, architecture, file_layers = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)

@@ -16,6 +16,7 @@ from core.execution.plan import SchedulerOutput
 from core.executors.local import LocalExecutor
 from core.models.draft_head import DraftHead
 from core.process.resolve import resolve_costs
+from core.runner.assistant_drafter import AssistantDrafter
 from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep
 from core.runner.head_drafter import HeadDrafter
@@ -99,19 +100,23 @@ class Pausing(DraftPause):
         return self._count % 7 > 0
 
 
-class Heard(HeadDrafter):
-    """Makes drafts in each step, and keeps each row's tokens and the drafts that follow them."""
+def listen(drafter: Any, pause: type[DraftPause]) -> list[tuple[list[int], list[int]]]:
+    """Let it make drafts in each step but in pauses; return a list of each row's tokens and the drafts after them."""
+    heard: list[tuple[list[int], list[int]]] = []
+    propose, drafter._pause = drafter.propose, pause()
 
-    heard: list[tuple[list[int], list[int]]]
-
-    def propose(self, step: RanStep, table: Any, sampling: Any) -> Any:
-        counts, token_ids = super().propose(step, table, sampling)
+    def hearing(step: RanStep, table: Any, sampling: Any) -> Any:
+        counts, token_ids = propose(step, table, sampling)
         drafts = iter(token_ids.tolist())
+        assert step.states is not None
         for row, count in zip(step.states.rows.tolist(), counts.tolist(), strict=True):
             if count:
                 tokens = table.tokens.get(np.full(table.num_tokens[row], row), np.arange(table.num_tokens[row]))
-                self.heard.append((tokens.tolist(), [next(drafts) for _ in range(count)]))
+                heard.append((tokens.tolist(), [next(drafts) for _ in range(count)]))
         return counts, token_ids
+
+    drafter.propose = hearing
+    return heard
 
 
 def run(
@@ -124,11 +129,8 @@ def run(
 ) -> tuple[dict[tuple[int, int], list[int]], SchedulerStats, list[tuple[list[int], list[int]]]]:
     executor = make(config)
     executor.initialize_cache(config)
-    heard: list[tuple[list[int], list[int]]] = []
-    if isinstance(drafter := executor.runner.drafter, HeadDrafter):
-        drafter.__class__ = Heard
-        assert isinstance(drafter, Heard)
-        drafter.heard, drafter._pause = heard, pause()
+    drafter = executor.runner.drafter
+    heard = listen(drafter, pause) if isinstance(drafter, HeadDrafter | AssistantDrafter) else []
     engine = EngineCore(resolve_costs(config, config, executor.measure_costs, executor.measure_steps), executor)
     inbox = Inbox()
     options = edits or [{}]

@@ -20,6 +20,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs
 from ipc.wire.scheduling_messages import Explain
 from tests.columns import pack_numbers
+from tests.core.assistants import AssistedModel
 from tests.core.draft_heads import (
     EAGLE3,
     LLAMA,
@@ -182,10 +183,32 @@ def test_nothing_differs_with_recurrent_layers(folders: Folders, crowd: str, tmp
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-def compare(folders: Folders, model: str, method: str, crowd: str, **options: Any) -> SchedulerStats:
-    """Compare all answers with those without drafts and crowd; return the statistics with both."""
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+@pytest.mark.parametrize(
+    "crowd",
+    [pytest.param(crowd, marks=[] if crowd in ("swapped", "aborted") else pytest.mark.soak) for crowd in CROWDED],
+)
+def test_nothing_differs_with_an_assistant(folders: Folders, crowd: str, tmp_path: Path) -> None:
+    pair = AssistedModel("gemma4-31b", 0.4, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    model, assistant = pair.write(tmp_path)
+    stats = compare(folders, model, "mtp", crowd, assistant)
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def compare(
+    folders: Folders, model: str, method: str, crowd: str, named: str | None = None, **options: Any
+) -> SchedulerStats:
+    """Compare all answers with those without drafts and crowd; return the statistics with both.
+
+    named: the model that drafts, if it is not the method's.
+    """
     wanted = plain(folders, model)
-    got, engine = run(folders.config(method, model, **{**CROWDED[crowd], **options}), crowd)
+    config = folders.config(method, model, **{**CROWDED[crowd], **options})
+    if named is not None:
+        assert config.speculative_config is not None
+        drafts = msgspec.structs.replace(config.speculative_config, model=named)
+        config = msgspec.structs.replace(config, speculative_config=drafts)
+    got, engine = run(config, crowd)
     stats = engine.scheduler.stats
     assert stats.num_draft_tokens > 0
     assert (stats.num_preemptions > 0) == (crowd in ("preempted", "swapped"))

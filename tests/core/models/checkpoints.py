@@ -408,20 +408,23 @@ def build(case: str, **other: Any) -> Any:
     # The other implementations of experts have no float64.
     is_routed = any(hasattr(config, name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     options = {"experts_implementation": "eager"} if is_routed else {}
-    model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            numbers = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter.copy_(parameter + 0.3 * numbers if "norm" in name else 0.5 * numbers)
-            else:
-                parameter.copy_(numbers * 1.5 * parameter.shape[-1] ** -0.5)
-        for name, correction in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias")):
-                correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
-            if name.endswith("layer_scalar"):
-                correction.copy_(1 + torch.randn(correction.shape, generator=generator) * 0.3)
+    return with_random_weights(transformers.AutoModelForCausalLM.from_config(config, **options).eval())
+
+
+@torch.no_grad()
+def with_random_weights(model: Any, seed: int = 11) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        numbers = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.copy_(parameter + 0.3 * numbers if "norm" in name else 0.5 * numbers)
+        else:
+            parameter.copy_(numbers * 1.5 * parameter.shape[-1] ** -0.5)
+    for name, correction in model.named_buffers():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
+            correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
+        if name.endswith("layer_scalar"):
+            correction.copy_(1 + torch.randn(correction.shape, generator=generator) * 0.3)
     return model
 
 

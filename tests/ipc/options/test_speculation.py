@@ -44,6 +44,10 @@ def test_a_model_without_a_method_is_a_draft_model_or_by_its_name_a_head() -> No
     )
     found = parse_speculative_config({"model": "org/A-EAGLE3-b", "num_speculative_tokens": 2})
     assert found == SpeculativeConfig(method="eagle3", model="org/A-EAGLE3-b", num_speculative_tokens=2)
+    assistant = "google/gemma-4-E4B-it-assistant"
+    expected = SpeculativeConfig(method="mtp", model=assistant, num_speculative_tokens=4)
+    assert parse_speculative_config({"model": assistant}) == expected
+    assert parse_speculative_config({"method": "mtp", "model": assistant}) == expected
 
 
 def test_keys_that_say_what_holds_anyway_are_accepted() -> None:
@@ -65,7 +69,8 @@ def test_keys_that_say_what_holds_anyway_are_accepted() -> None:
             {"method": "eagle"},
             "method 'eagle' is not supported: of heads that read the model's hidden states, only EAGLE-3's",
         ),
-        ({"method": "gemma4_mtp"}, "method 'gemma4_mtp' is not supported: these layers are not read here"),
+        ({"method": "ernie_mtp"}, "method 'ernie_mtp' is not supported: these layers are not read here"),
+        ({"method": "gemma4_mtp"}, "method 'gemma4_mtp' is not supported: its name here is 'mtp'"),
         ({"method": "glm4_moe_mtp"}, "method 'glm4_moe_mtp' is not supported: its name here is 'mtp'"),
         ({"method": "mimo_mtp"}, "method 'mimo_mtp' is not supported: its name here is 'mtp'"),
         ({"method": "eagle3"}, "method 'eagle3' needs \"model\": the name or path of the model that drafts"),
