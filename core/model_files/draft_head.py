@@ -128,6 +128,11 @@ def _no_layer(folder: Path) -> ConfigError:
 
 
 def _check_target(target: Llama, method: str) -> None:
+    if target.config.streams is not None:
+        raise ConfigError(
+            f"speculative_config: method {method!r} reads one stream of hidden states, and those of "
+            f"{target.config.architecture} are in several: use method 'ngram', 'suffix' or 'draft_model'"
+        )
     if not isinstance(target.operations, TappedOperations):
         raise ConfigError(
             f"speculative_config: method {method!r} needs the C kernels: install a C compiler or a wheel, and leave "

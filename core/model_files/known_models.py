@@ -25,6 +25,7 @@ PUBLISHED: dict[str, str] = {
     "Gemma3ForCausalLM": "Gemma 3 270M, 1B, EmbeddingGemma",
     "Gemma4ForCausalLM": "Gemma 4 E2B, E4B, 26B-A4B, 31B (text)",
     "Gemma4UnifiedForCausalLM": "Gemma 4 12B (text)",
+    "Gemma3nForCausalLM": "Gemma 3n E2B, E4B (text)",
     "Gemma2ForCausalLM": "Gemma 2 2B, 9B, 27B",
     "GemmaForCausalLM": "Gemma 2B, 7B",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
@@ -99,6 +100,7 @@ PUBLISHED: dict[str, str] = {
     "InternVLForConditionalGeneration": "InternVL 3, 3.5 with Qwen's text models",
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B",
+    "Gemma3nForConditionalGeneration": "Gemma 3n E2B, E4B",
     "Llama4ForConditionalGeneration": "Llama 4 Scout, Maverick",
     "Idefics3ForConditionalGeneration": "SmolVLM-256M, -500M, -2.2B",
     "SmolVLMForConditionalGeneration": "SmolVLM2",
@@ -121,7 +123,7 @@ class KnownModel(msgspec.Struct, frozen=True):
     files: str
     images: bool
     adapters: str  # which matrices LoRA may change: "all", "not experts" or "no"
-    mtp: bool  # files may have layers for multi-token prediction, which can draft
+    mtp: bool  # files may have layers for multi-token prediction, or there are assistants: they can draft
     gpu: bool  # at level L0
     level: str  # on the CPU
 
@@ -154,7 +156,7 @@ def _encoders() -> Iterator[KnownModel]:
 
 def _entry(name: str, row: Architecture, files: str, *, images: bool = False) -> KnownModel:
     adapters = "all" if row.experts is None else "not experts"
-    if row.latent:
+    if row.latent or row.has_streams:
         adapters = "no"
     return KnownModel(
         models=PUBLISHED.get(name, ""),
@@ -163,7 +165,7 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         images=images,
         adapters=adapters,
         mtp=row.mtp is not None or row.name in ASSISTANTS.values(),
-        gpu=not (row.full_heads or row.qk_norm_plain or (row.experts and row.experts.scales_inputs)),
+        gpu=not (row.full_heads or row.has_streams or row.qk_norm_plain or (row.experts and row.experts.scales_inputs)),
         level="L2",
     )
 

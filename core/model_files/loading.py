@@ -83,7 +83,7 @@ def load_model(
         if config.device == "cuda":
             return _load_for_gpu(path, dtype, config, model_config, rank)
         library = start_cpu_kernels(config)
-        _check_encoder(path, config, library, model_config)
+        _check_kernels(path, config, library, model_config)
         if library is None or config.numerics == "L0":
             start_torch(config)
         form = _weight_form(config, model_config, library)
@@ -238,16 +238,17 @@ def _check_fit(
     _check_cache(path, config, model)
 
 
-def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None, model: ModelConfig) -> None:
-    """Refuse options that encoders do not support. Errors: ConfigError."""
-    if model.is_causal:
+def _check_kernels(path: Path, config: EngineConfig, library: CpuLibrary | None, model: ModelConfig) -> None:
+    """Refuse options that encoders do not support, or layers that read one of several streams. Errors: ConfigError."""
+    if model.is_causal and model.streams is None:
         return
+    kind = "has hidden states in several streams" if model.is_causal else "is an encoder"
     if library is None or config.numerics == "L0":
         raise ConfigError(
-            f"{path} is an encoder, which needs the C kernels: install a C compiler or a wheel, and leave numerics and "
+            f"{path} {kind}, which needs the C kernels: install a C compiler or a wheel, and leave numerics and "
             "cpu_kernels out"
         )
-    if config.quantization == "int8":
+    if config.quantization == "int8" and not model.is_causal:
         raise ConfigError(f"quantization='int8' does not support {path}, which is an encoder: leave it out")
 
 

@@ -108,6 +108,15 @@ class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
     given_id: int = 0  # the token whose rows of the table the tokens of images have
 
 
+class StreamParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of hidden states in several streams, of which layers read one (core/models/layers/streams.py)."""
+
+    count: int
+    active: int  # the stream that layers read
+    scales_active: bool  # what a layer's own inputs are gated by is scaled
+    rank: int  # of the two products that are added to attention's output
+
+
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of latent attention (kernels/cpu/c/attention/latent.h), which caches one vector per token.
 
@@ -216,6 +225,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: layer without a window and of one with (core/models/assistant.py). None: the model has K and V.
     lent_places: tuple[int, int] | None = None
     per_layer: PerLayerParts | None = None  # None: layers have no inputs of their own
+    streams: StreamParts | None = None  # None: there is one stream of hidden states
+    #: Of each layer: the gates of its MLP that are less than the mean and so many standard deviations count as 0, and
+    #: others as the difference; None: all count. () = all count in all layers.
+    sparse_gates: tuple[float | None, ...] = ()
     layer_scales: bool = False  # each layer multiplies the hidden states by a number at its end
     wide_mlps: bool = False  # the MLPs of layers without K and V are of twice the size
     unrotated_layers: tuple[int, ...] = ()  # indices of the layers without rotary embedding
@@ -340,6 +353,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the size of the layer's dense MLP."""
         return self.intermediate_size * (2 if self.wide_mlps and self.value_form(layer) == "shared" else 1)
 
+    def sparse_gate(self, layer: int) -> float | None:
+        """Return from how many standard deviations above the mean a gate of the layer's MLP counts; None: all count."""
+        return self.sparse_gates[layer] if self.sparse_gates else None
+
     def heads_of(self, layer: int) -> HeadSizes:
         """Return the sizes of the layer's heads."""
         if self.full_heads is not None and layer not in self.sliding_layers:
@@ -383,6 +400,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.recurrent is not None:
             sizes = self.recurrent.sizes
             products += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
+        if self.streams is not None:
+            products += 2 * self.num_hidden_layers * (self.streams.rank + self.streams.count)
+            products += 2 * (self.streams.count - 1) * self.hidden_size
         if self.per_layer is not None:  # their projection, gates and products
             products += 3 * self.num_hidden_layers * self.per_layer.width
         products += sum(matrices * self.mlp_size(one) for one in every if self.has_dense_mlp(one))

@@ -15,6 +15,8 @@ from core.models.layers.adapted import adapted_layer
 from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layers.layer_kinds import places, windows
 from core.models.layers.rope_scaling import LongropeScaling
+from core.models.layers.stream_layers import run_layers
+from core.models.layers.streams import build_streams
 from core.models.operations.cpu_operations import CpuOperations, TakePacked, lora_rows
 from core.models.operations.operations import (
     AdaptingOperations,
@@ -125,26 +127,31 @@ class Llama:
         self.windows = self.windows_of_model = windows(config)
         self._places = places(config)
         #: Of split_cache(); 0: layers with and without a window have their blocks in common.
-        self.num_blocks_per_page = operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
+        self.num_blocks_per_page = (
+            operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) and config.streams is None else 0
+        )
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
         self.classifier: Numbers | None = None  # [labels, hidden]; for a classifier of prompts
         head = self._build_begin(parts)
         self.per_layer = per_layer_inputs(operations, parts, config, dtype)
+        self.streams = build_streams(operations, parts, config)
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         self._build_end(parts, head)
-        self.decoder = cpu_decoder(
-            whole,
-            operations,
-            self.layers,
-            self.embedding,
-            self._norm,
-            self._float_norm,
-            self.head,
-            rank=rank,
-            per_layer=self.per_layer,
-        )
+        self.decoder = None
+        if self.streams is None:
+            self.decoder = cpu_decoder(
+                whole,
+                operations,
+                self.layers,
+                self.embedding,
+                self._norm,
+                self._float_norm,
+                self.head,
+                rank=rank,
+                per_layer=self.per_layer,
+            )
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
         """Build the embedding. Return the head if it has the same weights, otherwise None."""
@@ -177,7 +184,7 @@ class Llama:
 
     def drop_weights(self) -> None:
         """Free the memory of the weights. The model cannot compute any more; its config and sizes stay."""
-        self.decoder = self.per_layer = self.head = None
+        self.decoder = self.per_layer = self.streams = self.head = None
         self.layers.clear()
         for name in ("embedding", "_norm", "_float_norm"):
             self.__dict__.pop(name, None)
@@ -334,6 +341,13 @@ class Llama:
         operations, own = self.operations, self.per_layer
         places = (inputs.positions,) if self.config.position_table else ()
         hidden = self.embedding(inputs.token_ids, *places)
+        if self.streams is not None:
+            layers = self.layers if inputs.adapters is None else self._adapted(inputs.adapters)
+            parts = self.config.per_layer
+            assert own is not None, "layers of several streams have inputs of their own"
+            assert parts is not None, own
+            ids = np.where(inputs.token_ids < parts.vocab_size, inputs.token_ids, -1)
+            return run_layers(layers, self.streams, hidden, step, own, ids)
         projected = None if own is None else own.project(hidden)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):

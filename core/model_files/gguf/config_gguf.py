@@ -13,10 +13,16 @@ import numpy as np
 from core.model_files.gguf.encoder_gguf import gguf_encoder_config
 from core.model_files.gguf.file_layers_gguf import dense_layers, gguf_file_layers, gguf_xielu
 from core.model_files.gguf.gguf_experts import gguf_experts
-from core.model_files.gguf.layers_gguf import as_proportional, gguf_layer_settings, without_lists
+from core.model_files.gguf.layers_gguf import (
+    as_proportional,
+    gguf_layer_settings,
+    gguf_stream_settings,
+    without_lists,
+)
 from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
 from core.model_files.settings.config_json import pattern_layers
 from core.model_files.settings.latent_settings import as_one_head, checked_latent, scalar_of
+from core.model_files.settings.layer_settings import alike_mlps
 from core.model_files.settings.recurrent_settings import gguf_recurrent_parts, spread_heads
 from core.model_files.settings.rope_scaling import yarn_attention_factor
 from core.model_files.settings.values import Values, model_sizes
@@ -89,6 +95,9 @@ _KEYS = {
     "rotary_dim_swa": "rope.dimension_count_swa",
     "num_kv_shared_layers": "attention.shared_kv_layers",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input",
+    "altup_num_inputs": "altup.num_inputs",
+    "altup_active_idx": "altup.active_idx",
+    "activation_sparsity_scale": "activation_sparsity_scale",
 }
 _EPS_OF_CENTRED = "attention.layer_norm_epsilon"
 #: Keys of features that are not implemented -> the value without effect.
@@ -135,6 +144,8 @@ def gguf_decoder_config(path: Path, header: GgufHeader) -> ModelConfig:
     sliding, full = window.get("sliding_layers", ()), None
     if architecture.full_heads:
         full = without_lists(values, sliding)
+    if architecture.has_streams:
+        alike_mlps(values)
     sizes, latent = model_sizes(values), gguf_latent(values, header, architecture)
     sizes |= _own_sizes(values, architecture, sizes, latent)
     rotated_from = sizes["head_dim"] if latent is None else latent.rotated_dim
@@ -164,6 +175,7 @@ def gguf_decoder_config(path: Path, header: GgufHeader) -> ModelConfig:
         **sizes,
         **window,
         **({} if full is None else gguf_layer_settings(values, header, full, sizes, sliding)),
+        **gguf_stream_settings(values, header, architecture, sizes["num_hidden_layers"], sliding),
         **(features | _multipliers(values, architecture) | scale_of(values, latent)),
         **_caps(values, architecture),
         latent=latent,
@@ -242,8 +254,10 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
     for setting, plain in absent.items():
         if values.get(setting) not in (None, plain):
             values.refuse(setting, f"only {plain!r} is")
-    listed = () if architecture.full_heads else ("num_key_value_heads", "intermediate_size")
-    for setting in ("num_attention_heads", *listed):
+    listed = ["num_attention_heads"]
+    listed += [] if architecture.full_heads else ["num_key_value_heads"]
+    listed += [] if architecture.full_heads or architecture.has_streams else ["intermediate_size"]
+    for setting in listed:
         if isinstance(values.get(setting), list):
             values.refuse(setting, "all layers must be alike")
 
@@ -305,8 +319,9 @@ def _query_growth(values: Values, architecture: Architecture) -> float | None:
 
 
 def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
-    if architecture.own_cap == "logits_cap" and values.get("final_logit_softcapping") not in (None, 0.0):
-        return {"logits_cap": values.number("final_logit_softcapping", 1e-3, 1e6)}
+    cap, default = values.get("final_logit_softcapping"), architecture.defaults.get("final_logit_softcapping")
+    if architecture.own_cap == "logits_cap" and (default if cap is None else cap) not in (None, 0.0):
+        return {"logits_cap": values.number("final_logit_softcapping", 1e-3, 1e6, default)}
     if not architecture.soft_caps:
         return {}
     return {  # llama.cpp's defaults

@@ -3,12 +3,13 @@
 Errors of all functions: ModelFileError naming the key; UnsupportedModelError.
 """
 
+import math
 from typing import Any
 
-from core.model_files.settings.layer_settings import checked_heads, shared_layers
+from core.model_files.settings.layer_settings import checked_heads, checked_streams, shared_layers
 from core.model_files.settings.values import Values
 from core.models.architectures.by_name import Architecture
-from core.models.config import HeadSizes, PerLayerParts
+from core.models.config import HeadSizes, PerLayerParts, StreamParts
 from core.models.layers.rope_scaling import FrequencyDivisors, ProportionalScaling, RopeScaling
 from ipc.files.gguf import GgufHeader
 
@@ -20,7 +21,7 @@ _OF_WINDOWS = {
     "value_length": "value_length_swa",
     "rotary_dim": "rotary_dim_swa",
 }
-_TABLE = "per_layer_token_embd.weight"
+_TABLE, _RESIDUAL = "per_layer_token_embd.weight", "blk.0.laurel_l.weight"
 
 
 def without_lists(values: Values, sliding: tuple[int, ...]) -> HeadSizes:
@@ -84,6 +85,44 @@ def _per_layer_parts(values: Values, header: GgufHeader) -> PerLayerParts | None
     if (table := header.tensors.get(_TABLE)) is None:
         values.fail(_TABLE, "is missing")
     return PerLayerParts(width=values.integer("hidden_size_per_layer_input"), vocab_size=table.shape[0])
+
+
+def gguf_stream_settings(
+    values: Values, header: GgufHeader, architecture: Architecture, num_layers: int, sliding: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return Gemma 3n's settings of layers by ModelConfig's names; empty for others."""
+    if not architecture.has_streams:
+        return {}
+    if (residual := header.tensors.get(_RESIDUAL)) is None:
+        values.fail(_RESIDUAL, "is missing")
+    defaults = architecture.defaults
+    streams = StreamParts(
+        count=values.integer("altup_num_inputs", defaults["altup_num_inputs"]),
+        active=values.integer("altup_active_idx", defaults["altup_active_idx"]),
+        scales_active=True,
+        rank=residual.shape[0],
+    )
+    return {
+        "streams": checked_streams(values, streams),
+        "sparse_gates": _sparse_gates(values, num_layers),
+        "num_shared_layers": shared_layers(values, num_layers, sliding),
+        "value_norm": True,
+        "per_layer": _per_layer_parts(values, header),
+    }
+
+
+def _sparse_gates(values: Values, num_layers: int) -> tuple[float | None, ...]:
+    """Return ModelConfig.sparse_gates. The converter writes minus infinity for layers in which all gates count."""
+    found = values.get("activation_sparsity_scale")
+    if found is None:
+        return ()
+    is_list = isinstance(found, list) and len(found) == num_layers
+    if not is_list or any(type(one) not in (int, float) or not one < 1e3 for one in found):
+        values.fail(
+            "activation_sparsity_scale", f"must have a number for each of {num_layers} layers; got {found!r:.80}"
+        )
+    gates = tuple(None if one == -math.inf else float(one) for one in found)
+    return gates if any(one is not None for one in gates) else ()
 
 
 def as_proportional(scaling: RopeScaling | None, architecture: Architecture) -> RopeScaling | None:

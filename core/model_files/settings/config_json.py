@@ -25,7 +25,12 @@ from core.model_files.settings.file_layers import our_layers
 from core.model_files.settings.grid_settings import grid_architecture, grid_values, read_grid, rope_axes
 from core.model_files.settings.internvl_settings import read_internvl
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
-from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
+from core.model_files.settings.layer_settings import (
+    alike_mlps,
+    layer_settings,
+    of_text_alone,
+    refuse_own_settings,
+)
 from core.model_files.settings.pixtral_settings import read_pixtral
 from core.model_files.settings.pooled_settings import read_pooled
 from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
@@ -80,6 +85,8 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     values.values = _with_defaults(values.values, architecture)
     if architecture.full_heads:
         of_text_alone(values)
+    if architecture.has_streams:
+        alike_mlps(values)
     adjusted_sizes(values, architecture)
     file_layers = our_layers(values, architecture)
     within_chunks(values, architecture)

@@ -3,11 +3,12 @@
 Errors of all functions: ModelFileError naming the key; UnsupportedModelError.
 """
 
+from statistics import NormalDist
 from typing import Any
 
 from core.model_files.settings.values import Values
 from core.models.architectures.by_name import ARCHITECTURES, Architecture
-from core.models.config import HeadSizes, PerLayerParts
+from core.models.config import HeadSizes, PerLayerParts, StreamParts
 
 _OWN = "per_layer_config"
 _HEADS = ("num_key_value_heads", "head_dim")
@@ -38,6 +39,8 @@ def layer_settings(
     values: Values, architecture: Architecture, sizes: dict[str, Any], sliding: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return the differences of layers by ModelConfig's names. sliding: the layers with a window."""
+    if architecture.has_streams:
+        return stream_settings(values, sizes["num_hidden_layers"], sliding)
     if not architecture.full_heads:
         return {}
     fields = {
@@ -110,15 +113,66 @@ def shared_layers(values: Values, num_layers: int, sliding: tuple[int, ...]) -> 
     return count
 
 
-def per_layer_parts(values: Values, num_layers: int) -> PerLayerParts | None:
-    """Return the inputs of single layers; None without any."""
+def alike_mlps(values: Values) -> None:
+    """Replace a list of the sizes of MLPs, one for each layer, by their size."""
+    sizes = values.get("intermediate_size")
+    if isinstance(sizes, list) and sizes:
+        if any(size != sizes[0] for size in sizes):
+            values.refuse("intermediate_size", "all layers must be alike")
+        values.values = {**values.values, values.key("intermediate_size"): sizes[0]}
+
+
+def stream_settings(values: Values, num_layers: int, sliding: tuple[int, ...]) -> dict[str, Any]:
+    """Return Gemma 3n's settings of layers by ModelConfig's names."""
+    count = values.integer("altup_num_inputs")
+    streams = StreamParts(
+        count=count,
+        active=values.integer("altup_active_idx"),
+        scales_active=values.boolean("altup_correct_scale", True),
+        rank=values.integer("laurel_rank"),
+    )
+    own = per_layer_parts(values, num_layers, has_all=False)
+    if own is None:
+        values.refuse("hidden_size_per_layer_input", "layers with inputs of their own are")
+    return {
+        "streams": checked_streams(values, streams),
+        "sparse_gates": _sparse_gates(values, num_layers),
+        "num_shared_layers": shared_layers(values, num_layers, sliding),
+        "value_norm": True,
+        "per_layer": own,
+    }
+
+
+def checked_streams(values: Values, streams: StreamParts) -> StreamParts:
+    """Return the streams. Errors: ModelFileError if the active one is none of them."""
+    if streams.active >= streams.count:
+        values.fail("altup_active_idx", f"must be one of {streams.count} streams, from 0 on; got {streams.active}")
+    return streams
+
+
+def _sparse_gates(values: Values, num_layers: int) -> tuple[float | None, ...]:
+    """Return ModelConfig.sparse_gates from the shares of gates that are 0 if gates are normally distributed."""
+    shares = values.get("activation_sparsity_pattern")
+    if shares is None:
+        first = 10 if num_layers > 10 else 0
+        shares = [0.95] * first + [0.0] * (num_layers - first)
+    is_list = isinstance(shares, list) and len(shares) == num_layers
+    if not is_list or any(type(share) not in (int, float) or not 0 <= share < 1 for share in shares):
+        what = f"must be a number from 0 to less than 1 for each of {num_layers} layers; got {shares!r:.80}"
+        values.fail("activation_sparsity_pattern", what)
+    found = tuple(NormalDist().inv_cdf(share) if share else None for share in shares)
+    return found if any(one is not None for one in found) else ()
+
+
+def per_layer_parts(values: Values, num_layers: int, *, has_all: bool = True) -> PerLayerParts | None:
+    """Return the inputs of single layers; None without any. has_all: all tokens have such inputs."""
     if values.get("hidden_size_per_layer_input") in (None, 0):
         return None
     width = values.integer("hidden_size_per_layer_input")
     vocab_size = values.integer("vocab_size_per_layer_input")
-    if vocab_size < values.integer("vocab_size"):
+    if has_all and vocab_size < values.integer("vocab_size"):
         values.fail("vocab_size_per_layer_input", f"must be at least vocab_size; got {vocab_size}")
     given = values.integer("pad_token_id", 0)
     if given >= values.integer("vocab_size"):
         values.fail("pad_token_id", f"must be a token, less than vocab_size; got {given}")
-    return PerLayerParts(width=width, vocab_size=vocab_size, given_id=given)
+    return PerLayerParts(width=width, vocab_size=vocab_size, given_id=given if has_all else 0)

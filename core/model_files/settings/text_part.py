@@ -18,6 +18,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "LlavaForConditionalGeneration": ("MistralForCausalLM",),
     "InternVLForConditionalGeneration": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
+    "Gemma3nForConditionalGeneration": ("Gemma3nForCausalLM",),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM",),
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM",),

@@ -20,6 +20,8 @@ _GGUF_NAMES = {
     "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.stream_projections": "altup_proj",
+    "model.stream_outputs": "altup_unembd_proj",
 }
 _GGUF_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -92,7 +94,8 @@ def json_name(name: str, config: ModelConfig) -> str:
     row = ARCHITECTURES[config.architecture]
     names = row.names
     if not name.startswith("model.layers."):
-        return f"{names.get(stem, stem)}.{kind}"
+        base, number = _numbered(stem)
+        return f"{names.get(base, base)}{number}.{kind}"
     layer, part = _place(stem, config)
     return f"{row.layers_name}.{layer}.{_part_name(part, names)}.{kind}"
 
@@ -103,12 +106,19 @@ def gguf_name(name: str, config: ModelConfig) -> str:
         return encoder_gguf_name(name, config)
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
     own = ARCHITECTURES[config.architecture].gguf_names
-    if stem in _GGUF_NAMES:
-        return f"{own.get(stem, _GGUF_NAMES[stem])}.{kind}"
+    base, number = _numbered(stem)
+    if base in _GGUF_NAMES:
+        return f"{own.get(base, _GGUF_NAMES[base])}{number}.{kind}"
     layer, part = _place(stem, config)
     names = _GGUF_LAYER_NAMES | (_GGUF_POST_NORM_NAMES if config.post_norms else {})
     names |= own
     return f"blk.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def _numbered(stem: str) -> tuple[str, str]:
+    """Return the name of a matrix outside the layers, and its number among several with the dot before it, or ""."""
+    base, dot, number = stem.rpartition(".")
+    return (base, dot + number) if number.isdecimal() else (stem, "")
 
 
 def _place(stem: str, config: ModelConfig) -> tuple[str, str]:

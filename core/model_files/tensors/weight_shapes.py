@@ -4,6 +4,7 @@ from core.model_files.tensors.encoder_weights import encoder_shapes
 from core.model_files.tensors.latent_tensors import latent_shapes
 from core.model_files.tensors.recurrent_tensors import recurrence_shapes
 from core.models.config import XIELU_NAMES, ExpertParts, ModelConfig
+from core.models.layers.streams import stream_shapes
 from kernels.value_form import SIDES
 
 
@@ -20,6 +21,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, width)
         shapes["model.per_layer_model_projection.weight"] = (width, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (own.width,)
+    if (streams := config.streams) is not None:
+        for name in ("stream_projections", "stream_outputs"):
+            shapes |= {f"model.{name}.{number}.weight": (hidden, hidden) for number in range(streams.count - 1)}
     for layer in range(config.num_hidden_layers):
         for name, shape in layer_shapes(config, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
@@ -55,7 +59,8 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
         shapes["per_layer_input_gate.weight"] = (own.width, hidden)
         shapes["per_layer_projection.weight"] = (hidden, own.width)
         shapes |= _norm_shapes(config, "post_per_layer_input_norm")
-    return shapes | ({"layer_scale.weight": (1,)} if config.layer_scales else {})
+    shapes |= {"layer_scale.weight": (1,)} if config.layer_scales else {}
+    return shapes | ({} if config.streams is None else stream_shapes(config.streams, hidden))
 
 
 def _experts_shapes(config: ModelConfig, experts: ExpertParts) -> dict[str, tuple[int, ...]]:

@@ -56,9 +56,9 @@ from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
-#: Ends of names of vectors without .weight: of attention sinks, of Gemma 4's scales, in GGUF files too, and of
+#: Ends of names of vectors without .weight: of attention sinks, of Gemma's scales, in GGUF files too, and of
 #: Falcon-H1's norms there.
-_VECTORS: tuple[str, ...] = (".sinks", ".layer_scalar", ".router.scale", ".per_expert_scale")
+_VECTORS: tuple[str, ...] = (".sinks", ".layer_scalar", ".router.scale", ".per_expert_scale", ".correct_output_scale")
 _VECTORS += (".ffn_gate_inp.scale", ".ffn_down_exps.scale", ".ffn_norm")
 _VECTORS += tuple(f".act_fn.{name}" for name in XIELU_NAMES)
 

@@ -192,6 +192,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: Gemma 4's layers: heads of layers without a window may have sizes of their own, and K as V; V is normalised; the
     #: last layers may share K and V; each layer may have inputs of its own, and multiplies hidden states at its end.
     full_heads: bool = False
+    #: Gemma 3n's: hidden states in several streams, a learned residual, and MLPs some of whose gates do not count.
+    has_streams: bool = False
     scores_scalar: float | None = None  # scores are scaled by its square root's inverse, whatever a file says
     own_cap: Literal["none", "logits_cap"] = "none"  # of the soft caps without `soft_caps`: the one that exists
     adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says

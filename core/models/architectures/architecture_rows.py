@@ -70,6 +70,63 @@ GEMMA4 = Architecture(
     },
 )
 
+_STREAMS = {
+    "streams.router_norm": "altup.router_norm",
+    "streams.router": "altup.modality_router",
+    "streams.prediction": "altup.prediction_coefs",
+    "streams.correction": "altup.correction_coefs",
+    "streams.scale": "altup.correct_output_scale",
+    "residual.left": "laurel.linear_left",
+    "residual.right": "laurel.linear_right",
+    "residual.norm": "laurel.post_laurel_norm",
+}
+_GGUF_STREAMS = {
+    "streams.router_norm": "altup_router_norm",
+    "streams.router": "altup_router",
+    "streams.prediction": "altup_predict_coef",
+    "streams.correction": "altup_correct_coef",
+    "streams.scale": "altup_correct_scale",
+    "residual.left": "laurel_l",
+    "residual.right": "laurel_r",
+    "residual.norm": "laurel_post_norm",
+}
+GEMMA3N = msgspec.structs.replace(
+    GEMMA4,
+    name="Gemma3nForCausalLM",
+    base_name="Gemma3nTextModel",
+    model_type="gemma3n_text",
+    gguf="gemma3n",
+    defaults={
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "sliding_window_pattern": 5,
+        "tie_word_embeddings": True,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "num_kv_shared_layers": 15,
+        "final_logit_softcapping": 30.0,
+        "altup_num_inputs": 4,
+        "altup_active_idx": 0,
+        "altup_correct_scale": True,
+        "laurel_rank": 64,
+    },
+    proportional_rope=False,
+    full_heads=False,
+    has_streams=True,
+    experts=None,
+    names={
+        "model.stream_projections": "model.altup_projections",
+        "model.stream_outputs": "model.altup_unembed_projections",
+        **_STREAMS,
+    },
+    gguf_names={
+        **{name: theirs for name, theirs in GEMMA4.gguf_names.items() if "per_layer" in name},
+        **_GGUF_STREAMS,
+    },
+)
+
 _DENSE = (
     Architecture(
         name="LlamaForCausalLM",
@@ -157,6 +214,7 @@ _DENSE = (
         may_see_all=True,
     ),
     GEMMA4,
+    GEMMA3N,
     msgspec.structs.replace(
         GEMMA4,
         name="Gemma4UnifiedForCausalLM",

@@ -9,6 +9,7 @@ from core.models.config import ModelConfig
 from core.models.layers.layer_kinds import kind_of
 from core.models.layers.mixers import Mixer, build_mixer
 from core.models.layers.mlp import ExpertsBeside, Mlp, RoutedMlp, build_mlp
+from core.models.layers.streams import LayerStreams, build_layer_streams
 from core.models.operations.operations import Norm, Operations, PerLayerInputs, Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.unchanged import unchanged
@@ -54,6 +55,7 @@ class Layer:
     beside: ExpertsBeside | None = None
     own_inputs: OwnInputs | None = None
     scale: float | None = None  # None = hidden is not multiplied
+    streams: LayerStreams | None = None  # None = there is one stream of hidden states
 
     @property
     def products(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Layer:
         more: dict[str, Any] = {} if self.beside is None else self.beside.routed.products
         if self.own_inputs is not None:
             more = more | {"own_gate": self.own_inputs.gate, "own_out": self.own_inputs.out}
+        more = more | ({} if self.streams is None else self.streams.products)
         return {**self.mixer.products, **({} if self.mlp is None else self.mlp.products), **more}
 
 
@@ -125,6 +128,9 @@ def build_layer(
         beside=_experts_beside(operations, parts, config, index, dtype),
         own_inputs=None if config.per_layer is None else _own_inputs(operations, parts, config, index, dtype),
         scale=float(parts.take(f"{prefix}layer_scale.weight").item()) if config.layer_scales else None,
+        streams=None
+        if config.streams is None
+        else build_layer_streams(operations, parts, config, config.streams, index, dtype),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from core.models.config import XIELU_NAMES, ExpertParts, ModelConfig
-from core.models.operations.operations import Experts, Norm, Operations, Product
+from core.models.operations.operations import Experts, HostOperations, Norm, Operations, Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import Floats
@@ -41,6 +41,34 @@ class DenseMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class SparseMlp:
+    """down(gelu(max(gate(x) - cut, 0)) * up(x)); cut: the mean of the gates and some standard deviations (Gemma 3n).
+
+    gelu is its tanh form.
+    """
+
+    gate: Product  # to float32, as `up`
+    up: Product
+    down: Product
+    num_deviations: float
+    operations: HostOperations
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """Return the MLP's products by name."""
+        return {"sparse_gate": self.gate, "up": self.up, "down": self.down}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gates = self.gate(x).astype(np.float64)
+        mean = gates.sum(1, keepdims=True) / gates.shape[1]
+        deviation = np.sqrt(((gates - mean) ** 2).sum(1, keepdims=True) / gates.shape[1])
+        left = np.maximum(gates - (mean + deviation * self.num_deviations), 0.0).astype(np.float32)
+        inner = (left + left * left * left * np.float32(0.044715)) * np.float32((2 / np.pi) ** 0.5)
+        gelu = left * (np.float32(0.5) + np.float32(0.5) * self.operations.capped(inner, 1.0))
+        return self.down(self.operations.rounded(gelu * self.up(x)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +106,7 @@ class ExpertsBeside:
 
 def build_mlp(
     operations: Operations, parts: WeightParts, config: ModelConfig, index: int, *, is_dense: bool
-) -> DenseMlp | RoutedMlp:
+) -> DenseMlp | SparseMlp | RoutedMlp:
     """Build the MLP of the layer with this index. is_dense: the one without a router, where a layer has both.
 
     Errors: ModelFileError naming tensors that are missing.
@@ -98,6 +126,8 @@ def build_mlp(
     def bias(*names: str) -> Floats | None:
         return parts.take(*(f"{name}.bias" for name in names)) if has_biases else None
 
+    if (num_deviations := config.sparse_gate(index)) is not None:
+        return _sparse_mlp(operations, parts, prefix, num_deviations)
     if routed is None or is_dense:
         product, activation = gate_up(prefix)
         weight = parts.take_matrix(f"{prefix}down_proj.weight")
@@ -116,6 +146,16 @@ def build_mlp(
     shared = expert(f"{prefix}shared_expert.") if routed.shared_size else None
     scales = parts.take(f"{prefix}expert_scales.weight") if routed.has_scales else None
     return RoutedMlp(operations.experts(router, experts, _routing(routed, correction, scales), shared))
+
+
+def _sparse_mlp(operations: Operations, parts: WeightParts, prefix: str, num_deviations: float) -> SparseMlp:
+    assert isinstance(operations, HostOperations), type(operations)
+    gate, up = (
+        operations.linear(parts.take_matrix(f"{prefix}{name}_proj.weight"), out_dtype=FLOAT32)
+        for name in ("gate", "up")
+    )
+    down = operations.linear(parts.take_matrix(f"{prefix}down_proj.weight"))
+    return SparseMlp(gate, up, down, num_deviations, operations)
 
 
 def _constants(parts: WeightParts, prefix: str, own: Sequence[Sequence[float]]) -> Floats:

@@ -40,7 +40,7 @@ from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
-from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
@@ -382,6 +382,10 @@ class CpuOperations:
         """Return cap * tanh(logits / cap), in place."""
         cap_logits(self.library, logits, cap)
         return logits
+
+    def rounded(self, numbers: Floats) -> Numbers:
+        """Return float32 numbers in the model's dtype."""
+        return rounded(numbers, self._dtype)
 
     def pick(self, hidden: Floats, rows: Ints) -> Floats:
         """Return these rows of hidden."""

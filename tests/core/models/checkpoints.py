@@ -19,6 +19,7 @@ from kernels.elements import FLOAT32
 from tests.core.models.centred_checkpoints import CENTRED_CASES
 from tests.core.models.exact_delta_rule import delta_rule_in_float64
 from tests.core.models.float_errors import check_errors
+from tests.core.models.gemma3n_checkpoints import GEMMA3N_CASES
 from tests.core.models.gemma4_checkpoints import GEMMA4_CASES
 from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
@@ -389,6 +390,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **ROUTED_CASES,
     **CENTRED_CASES,
     **GEMMA4_CASES,
+    **GEMMA3N_CASES,
 }
 
 
@@ -453,8 +455,12 @@ def golden_of(model: Any) -> Golden:
 def our_logits(
     path: Path, prompts: list[Ints], *, library: CpuLibrary | None = None, **wrong: Any
 ) -> list[torch.Tensor]:
-    """Compute logits in chunks, all prompts at once. library: None = torch's operations; wrong: changed fields."""
+    """Compute logits in chunks, all prompts at once. library: None = torch's operations; wrong: changed fields.
+
+    Hidden states in streams need the C kernels.
+    """
     config = msgspec.structs.replace(read_model_config(path), **wrong)
+    library = library if config.streams is None else load_cpu_library()
     model = Llama(config, load_weights(path, config, FLOAT32), FLOAT32, library=library)
     requests = Requests(model, prompts)
     parts: list[list[torch.Tensor]] = [[] for _ in prompts]

@@ -19,6 +19,7 @@ from tests.core.models.centred_checkpoints import (
     parts_in_turn,
 )
 from tests.core.models.checkpoints import Golden
+from tests.core.models.gemma3n_checkpoints import GEMMA3N_CASES, gemma3n_metadata, gemma3n_tensors
 from tests.core.models.gemma4_checkpoints import GEMMA4_GGUF_CASES, gemma4_metadata, gemma4_tensors
 from tests.core.models.recurrent_gguf import (
     feed_forward_length,
@@ -75,6 +76,7 @@ GGUF_CASES = {
     **ROUTED_GGUF_CASES,
     **CENTRED_GGUF_CASES,
     **GEMMA4_GGUF_CASES,
+    **dict.fromkeys(GEMMA3N_CASES, "gemma3n"),
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
 INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "arcee")
@@ -89,8 +91,8 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
     config = model.config
-    if architecture == "gemma4":
-        return gemma4_tensors(model)
+    if architecture in ("gemma4", "gemma3n"):
+        return gemma4_tensors(model) if architecture == "gemma4" else gemma3n_tensors(model)
     names = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
     )
@@ -174,8 +176,8 @@ def xielu_metadata(writer: gguf.GGUFWriter, model: Any) -> None:
 
 def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_name("no name")
-    if writer.arch == "gemma4":
-        gemma4_metadata(writer, config)
+    if writer.arch in ("gemma4", "gemma3n"):
+        (gemma4_metadata if writer.arch == "gemma4" else gemma3n_metadata)(writer, config)
         return
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from core.model_files.tensors.weight_shapes import expected_shapes
-from core.models.config import ExpertParts, HeadSizes, LatentParts, ModelConfig, PerLayerParts, RecurrentParts
+from core.models.config import (
+    ExpertParts,
+    HeadSizes,
+    LatentParts,
+    ModelConfig,
+    PerLayerParts,
+    RecurrentParts,
+    StreamParts,
+)
 from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
 from kernels.elements import Dtype, Numbers, rounded
 
@@ -75,6 +83,12 @@ _ROUTED_LAYERS |= {
     "experts": msgspec.structs.replace(_EXPERTS, dense_layers=(), has_scales=True, beside_dense=True),
 }
 
+#: Gemma 3n's layers: hidden states in streams, sparse gates, the last layers read K and V of others.
+_STREAMS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_layers": (0, 2), "sliding_window": 90, "qk_norm": True}
+_STREAMS |= {"num_shared_layers": 2, "post_norms": True, "value_norm": True, "hidden_act": "gelu_pytorch_tanh"}
+_STREAMS |= {"streams": StreamParts(count=4, active=0, scales_active=True, rank=16), "sliding_rope_theta": 1000.0}
+_STREAMS |= {"sparse_gates": (1.3, None, 0.0, 1.6), "per_layer": PerLayerParts(width=24, vocab_size=400)}
+
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
 KINDS: dict[str, ModelConfig] = {
@@ -139,6 +153,7 @@ KINDS: dict[str, ModelConfig] = {
         is_gated=False,
     ),
     "experts beside": msgspec.structs.replace(TINY, **_ROUTED_LAYERS),
+    "streams and sparse gates": msgspec.structs.replace(TINY, **_STREAMS),
 }
 
 #: (dtype, kind): every kind in bfloat16, and half of them in float32; the others are the soak's.

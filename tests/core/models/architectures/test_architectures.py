@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.weights import load_weights
 from core.models.architectures.by_name import ARCHITECTURES
-from core.models.config import ExpertParts
+from core.models.config import ExpertParts, StreamParts
 from ipc.errors import UnsupportedModelError
 from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
@@ -136,6 +136,9 @@ WRONG: list[tuple[str, str, Any]] = [
     ("gemma3", "scale_embeddings", False),
     ("gemma3", "norm_offset", 0.0),
     ("gemma3-scaled", "rope_scaling", None),
+    ("gemma3n", "sparse_gates", ()),
+    ("gemma3n", "streams", StreamParts(count=4, active=1, scales_active=True, rank=16)),
+    ("gemma3n", "streams", StreamParts(count=4, active=0, scales_active=False, rank=16)),
     ("gemma4-e2b", "rope_scaling", None),
     ("gemma4-e2b", "value_norm", False),
     ("gemma4-e2b", "query_pre_attn_scalar", None),
