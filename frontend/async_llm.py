@@ -17,6 +17,7 @@ from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import ModelDescription, describe_model
 from frontend.lora import LoRARequest
 from frontend.pooling import prepare_pooling, submit_pooling
+from frontend.receipts import Answer
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
 from frontend.results.pooling_outputs import PoolingRequestOutput
@@ -278,7 +279,7 @@ class AsyncLLM(AbsentMethods):
         numbers = [self._numbers.get(name) for name in names]
         self._engine.client.abort([number for number in numbers if number is not None])
 
-    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None = None) -> Receipt:
+    def receipt(self, output: Answer, key: str | os.PathLike[str] | None = None) -> Receipt:
         """Return the receipt of a finished output, as LLM.receipt() does."""
         return self._engine.receipt(output, key)
 

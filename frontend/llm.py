@@ -15,6 +15,7 @@ from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
 from frontend.lora import LoRAInput
 from frontend.offline_run import run_all, without_too_long
 from frontend.pooling import pair_prompt, prepare_pooling, scored_pairs
+from frontend.receipts import Answer
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
 from frontend.results.pooling_outputs import (
@@ -333,11 +334,12 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         texts = ["" if tokenizer is None else tokenizer.decode(output.prompt_token_ids) for output in outputs]
         return [beam_search_output(output, params, text) for output, text in zip(outputs, texts, strict=True)]
 
-    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None = None) -> Receipt:
+    def receipt(self, output: Answer, key: str | os.PathLike[str] | None = None) -> Receipt:
         """Return the receipt of a finished output of this engine, with which others can compute it again.
 
-        key: file of the private key that signs it (`engine-core keys receipts`); None = it is not signed. See
-        docs/receipts.md. Errors: InvalidRequestError for an output that can have none; ConfigError for the key.
+        output: of tokens, of vectors or of a score. key: file of the private key that signs it (`engine-core keys
+        receipts`); None = it is not signed. See docs/receipts.md. Errors: InvalidRequestError for an output that can
+        have none; ConfigError for the key.
         """
         return self._engine.receipt(output, key)
 

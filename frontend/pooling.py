@@ -115,7 +115,8 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
         second_from=prompt.second_from,
         adapter=adapter,
     )
-    return PoolingState(str(number) if request_id is None else request_id, number, prompt, params)
+    name = str(number) if request_id is None else request_id
+    return PoolingState(name, number, prompt, params, adapter=adapter)
 
 
 def scored_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:

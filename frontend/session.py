@@ -23,8 +23,9 @@ from frontend.fleet.placement import POLICIES
 from frontend.fleet.transport import FleetTransport
 from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.lora import LoadedAdapters, LoRAInput
+from frontend.receipts import Answer, receipt_of
 from frontend.results.completion_state import needs_every_token
-from frontend.results.outputs import RequestOutput, Submitted
+from frontend.results.outputs import Submitted
 from frontend.results.request_state import RequestState
 from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
@@ -41,9 +42,8 @@ from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.tokenizer_files import client_files_of
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
-from ipc.records.receipt import Answered, Receipt, ids_bytes, make_receipt
+from ipc.records.receipt import Receipt
 from ipc.wire.lora_messages import AdapterId
-from ipc.wire.messages import AddRequest
 from ipc.wire.pin_messages import Pin, check_pins
 
 Message: TypeAlias = dict[str, Any]
@@ -275,32 +275,10 @@ class EngineHandle:
         state.submitted = Submitted(number, params, own, adapter, prompt.features)
         return state
 
-    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None) -> Receipt:
+    def receipt(self, output: Answer, key: str | os.PathLike[str] | None) -> Receipt:
         """Return the receipt of a finished output; see LLM.receipt()."""
-        if not isinstance(output, RequestOutput):
-            raise InvalidRequestError(
-                f"no receipt can be made of a {type(output).__name__}: receipts are of outputs of generate() and "
-                "chat(); vectors and scores are checked by computing them again"
-            )
-        sent = output.submitted
-        if sent is None or not output.finished:
-            raise InvalidRequestError("no receipt can be made of this output: it is not that of a finished request")
-        seed = self.derive_seed(sent.number) if sent.seed is None else sent.seed
-        uses = [one.use for one in sent.features]
-        prompt = ids_bytes(output.prompt_token_ids)
-        request = AddRequest(sent.number, prompt, sent.params, seed, adapter=sent.adapter, features=uses)
-        if sent.params.output_kind == RequestOutputKind.DELTA:
-            raise InvalidRequestError(
-                "no receipt can be made of the parts of an answer: use another output_kind than DELTA"
-            )
-        answers = [Answered(one.token_ids, one.finish_reason) for one in output.outputs]
         signing = None if key is None else SigningKey(os.fspath(key))
-        versions = {version for one in output.outputs for _, version in one.weights_versions or [(0, 0)]}
-        if len(versions) > 1:
-            raise InvalidRequestError(
-                f"no receipt can be made of this output: the weights changed while it was computed: {sorted(versions)}"
-            )
-        return make_receipt(self.client.welcome_of(*versions), request, answers, signing)
+        return receipt_of(self.client, output, signing, self.derive_seed)
 
     def advance(self, state: State[Output]) -> Output | None:
         """Update a request with its news; return its output, or None if there is nothing to show.

@@ -10,10 +10,12 @@ from frontend.http.holdings import vectors_bytes
 from frontend.http.request import Request
 from frontend.http.service import SUBMITTED_EACH_TURN, Service
 from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
+from frontend.receipts import receipt_of
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.pooling_state import PoolingState
 from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams, PoolingTask
+from ipc.records.receipt import check_provable
 
 #: Most texts of one request.
 MAX_TEXTS = 2048
@@ -30,9 +32,15 @@ async def pool(
     prompt_name: str | None = None,
     *,
     add_special_tokens: bool = True,
+    receipt: bool | None = None,
 ) -> list[PoolingRequestOutput]:
-    """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
+    """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine.
+
+    receipt: whether they will have receipts, of receipts_of().
+    """
     service.standing.refuse_requests()
+    if receipt:
+        check_provable(service.engine.client.welcome)
     if len(prompts) > MAX_TEXTS:
         raise HttpError(400, f"{len(prompts)} texts in one request; at most {MAX_TEXTS} are allowed", param="input")
     key = request.key
@@ -65,6 +73,14 @@ async def pool(
         give_back()
         if request.lease is not None:
             request.lease.end(num_tokens)
+
+
+def receipts_of(service: Service, outputs: Sequence[PoolingRequestOutput], receipt: bool | None) -> dict[str, object]:
+    """Return the field `receipts` of an answer, one for each of these outputs; no field if they are not asked for."""
+    if not receipt:
+        return {}
+    engine = service.engine
+    return {"receipts": [receipt_of(engine.client, one, service.receipt_key, engine.derive_seed) for one in outputs]}
 
 
 def list_head(kind: str, name: str) -> dict[str, object]:

@@ -1,10 +1,21 @@
 """The results of LLM.encode(), embed(), classify() and score(), in vLLM's form."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import Floats
+from ipc.wire.lora_messages import AdapterId
+
+
+class SubmittedPooling(NamedTuple):
+    """What the engine was sent with the prompt's tokens, for receipts."""
+
+    params: PoolingParams
+    second_from: int
+    adapter: AdapterId | None
 
 
 @dataclass(slots=True)
@@ -23,6 +34,12 @@ class PoolingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+    submitted: SubmittedPooling | None = None
+
+    @property
+    def vectors(self) -> Floats:
+        """Return the numbers of the answer as the engine gave them, [n, width]."""
+        return np.atleast_2d(self.outputs.data)
 
 
 @dataclass(slots=True)
@@ -41,6 +58,12 @@ class EmbeddingRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+    submitted: SubmittedPooling | None = None
+
+    @property
+    def vectors(self) -> Floats:
+        """Return the numbers of the answer as the engine gave them, [n, width]."""
+        return np.array([self.outputs.embedding], np.float32)
 
 
 @dataclass(slots=True)
@@ -59,6 +82,12 @@ class ClassificationRequestOutput:
     prompt_token_ids: list[int]
     num_cached_tokens: int = 0
     finished: bool = True
+    submitted: SubmittedPooling | None = None
+
+    @property
+    def vectors(self) -> Floats:
+        """Return the numbers of the answer as the engine gave them, [n, width]."""
+        return np.array([self.outputs.probs], np.float32)
 
 
 @dataclass(slots=True)
@@ -77,24 +106,41 @@ class ScoringRequestOutput:
     prompt_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     finished: bool = True
+    submitted: SubmittedPooling | None = None  # None: the score is of two answers
+
+    @property
+    def vectors(self) -> Floats:
+        """Return the numbers of the answer as the engine gave them, [n, width]."""
+        return np.array([[self.outputs.score]], np.float32)
+
+
+PooledAnswer: TypeAlias = (
+    PoolingRequestOutput | EmbeddingRequestOutput | ClassificationRequestOutput | ScoringRequestOutput
+)
 
 
 def embedding_of(output: PoolingRequestOutput) -> EmbeddingRequestOutput:
     """Return the answer as an embedding."""
     found = EmbeddingOutput(output.outputs.data.tolist())
-    return EmbeddingRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+    return EmbeddingRequestOutput(
+        output.request_id, found, output.prompt_token_ids, output.num_cached_tokens, submitted=output.submitted
+    )
 
 
 def classification_of(output: PoolingRequestOutput) -> ClassificationRequestOutput:
     """Return the answer as a classification."""
     found = ClassificationOutput(output.outputs.data.tolist())
-    return ClassificationRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+    return ClassificationRequestOutput(
+        output.request_id, found, output.prompt_token_ids, output.num_cached_tokens, submitted=output.submitted
+    )
 
 
 def score_of(output: PoolingRequestOutput) -> ScoringRequestOutput:
     """Return the answer of a classifier with one label as a score."""
     found = ScoringOutput(float(output.outputs.data[0]))
-    return ScoringRequestOutput(output.request_id, found, output.prompt_token_ids, output.num_cached_tokens)
+    return ScoringRequestOutput(
+        output.request_id, found, output.prompt_token_ids, output.num_cached_tokens, submitted=output.submitted
+    )
 
 
 def cosine_score(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:

@@ -12,7 +12,7 @@ import numpy as np
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.chat_request import render_text
 from frontend.http.errors import HttpError
-from frontend.http.pooling import list_head, pool
+from frontend.http.pooling import list_head, pool, receipts_of
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
@@ -41,11 +41,11 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     use_activation: bool | None = None  # see PoolingParams
     user: Any = None
     request_id: Any = None
+    receipt: bool | None = None  # docs/receipts.md
 
     # Refused by name.
     truncation_side: Any = None
     mm_processor_kwargs: Any = None
-    receipt: bool | None = None
 
 
 class ClassifyBody(PoolingFields, kw_only=True):
@@ -100,7 +100,6 @@ _FEW = 16  # most vectors written in the event loop
 _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
     "mm_processor_kwargs": "vectors are made of text",
-    "receipt": "receipts are of tokens, and a vector is checked by computing it again",
 }
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _classify_decoder = msgspec.json.Decoder(ClassifyBody)
@@ -120,7 +119,8 @@ async def create_embeddings(service: Service, request: Request) -> Response:
         data = raw_list(
             {"object": "embedding", "index": index, "embedding": shown(output)} for index, output in enumerate(outputs)
         )
-        return json_bytes({"object": "list", "data": data, "model": name, "usage": _usage(outputs)})
+        fields = {"object": "list", "data": data, "model": name, "usage": _usage(outputs)}
+        return json_bytes({**fields, **receipts_of(service, outputs, body.receipt)})
 
     return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
 
@@ -141,7 +141,8 @@ async def create_pooling(service: Service, request: Request) -> Response:
         data = raw_list(
             {"object": "pooling", "index": index, "data": shown(output)} for index, output in enumerate(outputs)
         )
-        return json_bytes({**list_head("pool", name), "data": data, "usage": _usage(outputs)})
+        fields = {**list_head("pool", name), "data": data, "usage": _usage(outputs)}
+        return json_bytes({**fields, **receipts_of(service, outputs, body.receipt)})
 
     return Response(await service.run(request, work, is_long=True))
 
@@ -163,7 +164,8 @@ async def classify(service: Service, request: Request) -> Response:
 
     def work() -> bytes:
         data = raw_list(shown(index, output) for index, output in enumerate(outputs))
-        return json_bytes({**list_head("classify", name), "data": data, "usage": _usage(outputs)})
+        fields = {**list_head("classify", name), "data": data, "usage": _usage(outputs)}
+        return json_bytes({**fields, **receipts_of(service, outputs, body.receipt)})
 
     return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
 
@@ -220,8 +222,17 @@ async def _pool(
     prompt_name: str | None = None,
 ) -> list[PoolingRequestOutput]:
     params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    urgency = body.priority or 0
-    return await pool(service, request, prompts, params, task, urgency, prompt_name, add_special_tokens=special)
+    return await pool(
+        service,
+        request,
+        prompts,
+        params,
+        task,
+        body.priority or 0,
+        prompt_name,
+        add_special_tokens=special,
+        receipt=body.receipt,
+    )
 
 
 async def embed(service: Service, request: Request) -> Response:

@@ -56,6 +56,11 @@ def read_prompt_embeds(text: str, max_bytes: int) -> Floats:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raise _wrong("is not base64") from None
+    return read_matrix(data, max_bytes)
+
+
+def read_matrix(data: bytes, max_bytes: int) -> Floats:
+    """Return the matrix [rows, columns] in a file as float32. max_bytes: of it. Errors: InvalidRequestError."""
     if data.startswith(b"\x93NUMPY"):
         found = _of_npy(data)
     elif data.startswith(b"PK\x03\x04"):
@@ -175,4 +180,4 @@ def _taken(field: str, name: str, value: Any) -> Any:
 
 
 def _wrong(what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"prompt_embeds {what}; it must be the base64 of {_FORMS}")
+    return InvalidRequestError(f"prompt_embeds {what}; it must be {_FORMS}, in a body as base64")

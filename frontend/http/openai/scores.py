@@ -1,16 +1,17 @@
 """/v1/score and /v1/rerank: how well texts fit a query, in vLLM's and in Jina's and Cohere's form."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from frontend.http.errors import HttpError
-from frontend.http.pooling import MAX_TEXTS, list_head, pool
+from frontend.http.pooling import MAX_TEXTS, list_head, pool, receipts_of
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service
 from frontend.pooling import pair_prompt, scored_pairs
-from frontend.results.pooling_outputs import ScoringRequestOutput, cosine_score, score_of
+from frontend.results.pooling_outputs import PoolingRequestOutput, ScoringRequestOutput, cosine_score, score_of
 from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams
 
@@ -26,6 +27,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     instruction: str | None = None  # for the model's chat template
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None  # whether a classifier's score is a probability; None = as its files say
+    receipt: bool | None = None  # docs/receipts.md
 
     # Refused by name.
     max_tokens_per_doc: Any = None
@@ -46,6 +48,7 @@ class RerankBody(msgspec.Struct, kw_only=True):
     instruction: str | None = None
     truncate_prompt_tokens: int | None = None
     use_activation: bool | None = None
+    receipt: bool | None = None
 
     # Refused by name.
     max_tokens_per_doc: Any = None
@@ -68,9 +71,10 @@ async def create_score(service: Service, request: Request) -> Response:
     """Score pairs of texts."""
     body = request.decode(_score_decoder)
     name = service.check_model(request, body.model)
-    scores = await _scores(service, request, body, scored_pairs(body.text_1, body.text_2))
+    scores, outputs = await _scores(service, request, body, scored_pairs(body.text_1, body.text_2))
     data = [{"index": index, "object": "score", "score": one.outputs.score} for index, one in enumerate(scores)]
-    return Response(json_bytes({**list_head("score", name), "data": data, "usage": _usage(scores)}))
+    fields = {**list_head("score", name), "data": data, "usage": _usage(scores)}
+    return await _answer(service, request, body, fields, outputs)
 
 
 async def rerank(service: Service, request: Request) -> Response:
@@ -82,21 +86,36 @@ async def rerank(service: Service, request: Request) -> Response:
         raise HttpError(400, "documents must be texts, or objects with a text", param="documents")
     if body.top_n is not None and body.top_n < 0:
         raise HttpError(400, f"top_n must be at least 0, got {body.top_n}", param="top_n")
-    scores = await _scores(service, request, body, scored_pairs(body.query, texts))
+    scores, outputs = await _scores(service, request, body, scored_pairs(body.query, texts))
     order = sorted(range(len(texts)), key=lambda index: (-scores[index].outputs.score, index))
     results = [
         {"index": index, "relevance_score": scores[index].outputs.score}
         | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
         for index in order[: body.top_n or None]
     ]
-    fields = {"id": f"rerank-{new_id()}", "model": name, "usage": _usage(scores)}
-    return Response(json_bytes({**fields, "results": results}))
+    fields = {"id": f"rerank-{new_id()}", "model": name, "usage": _usage(scores), "results": results}
+    return await _answer(service, request, body, fields, outputs)
+
+
+async def _answer(
+    service: Service,
+    request: Request,
+    body: ScoreBody | RerankBody,
+    fields: Mapping[str, object],
+    outputs: list[PoolingRequestOutput],
+) -> Response:
+    def work() -> bytes:
+        return json_bytes({**fields, **receipts_of(service, outputs, body.receipt)})
+
+    return Response(await service.run(request, work, is_long=bool(body.receipt)))
 
 
 async def _scores(
     service: Service, request: Request, body: ScoreBody | RerankBody, pairs: list[tuple[str, str]]
-) -> list[ScoringRequestOutput]:
-    """Return the score of each pair: by a classifier with one label, or the cosine of two embeddings."""
+) -> tuple[list[ScoringRequestOutput], list[PoolingRequestOutput]]:
+    """Return the score of each pair, by a classifier with one label, or the cosine of two embeddings; and the engine's
+    answers: one for each pair, or one for each different text.
+    """
     tasks, priority = service.engine.client.welcome.tasks, body.priority or 0
     for name, instead in _INSTEAD.items():
         if getattr(body, name, None) not in (None, 0, ""):
@@ -115,13 +134,14 @@ async def _scores(
             return [pair_prompt(service.engine, pair, body.template, body.instruction) for pair in pairs]
 
         prompts = await service.run(request, prepare)
-        return [score_of(one) for one in await pool(service, request, prompts, params, "classify", priority)]
+        outputs = await pool(service, request, prompts, params, "classify", priority, receipt=body.receipt)
+        return [score_of(one) for one in outputs], outputs
     if body.instruction:
         raise HttpError(400, "instruction is for rerankers: put it before the texts", param="instruction")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    outputs = await pool(service, request, texts, params, "embed", priority)
+    outputs = await pool(service, request, texts, params, "embed", priority, receipt=body.receipt)
     found = dict(zip(texts, outputs, strict=True))
-    return [cosine_score(found[one], found[other]) for one, other in pairs]
+    return [cosine_score(found[one], found[other]) for one, other in pairs], outputs
 
 
 def _usage(scores: list[ScoringRequestOutput]) -> dict[str, int]:

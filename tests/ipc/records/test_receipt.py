@@ -6,17 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from ipc.errors import ConfigError, InvalidRequestError, ReceiptError
 from ipc.keys.signing import SigningKey, check_signature, make_signing_key, read_public_key
+from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.records import receipt as receipts
-from ipc.records.receipt import Answered, Receipt, ids_bytes, make_receipt, read_receipt
+from ipc.records.receipt import (
+    Answered,
+    Receipt,
+    VectorHeader,
+    ids_bytes,
+    make_receipt,
+    make_vector_receipt,
+    read_receipt,
+)
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest, Arithmetic, Limits, Welcome
+from ipc.wire.pooling_messages import AddPooling
 
 WELCOME = Welcome(
     major=1,
@@ -143,6 +154,59 @@ def test_changed_contents_are_named() -> None:
         assert msgspec.structs.replace(one, contents=contents).broken_digests() == names
 
 
+def test_a_receipt_names_images_by_their_digests(key: SigningKey) -> None:
+    """Without any it has the bytes that it had before there were images in receipts."""
+    uses = [FeatureUse(1, 1, b"\1" * 32, is_encoded=True, num_columns=1), FeatureUse(2, 1, b"\2" * 32)]
+    one = made(key, msgspec.structs.replace(REQUEST, features=uses))
+    again = read_receipt(one.to_json())
+    again.check_signature([key.public])
+    assert again == one
+    assert again.broken_digests() == []
+    request = again.request()
+    assert isinstance(request, AddRequest)
+    assert [(use.position, use.num_rows, use.digest) for use in request.features] == [
+        (1, 1, b"\1" * 32),
+        (2, 1, b"\2" * 32),
+    ]
+    assert again.contents is not None
+    for features in (again.contents.features[::-1], again.contents.features[:1], []):
+        contents = msgspec.structs.replace(again.contents, features=features)
+        assert msgspec.structs.replace(again, contents=contents).broken_digests() == ["features"]
+    assert b"features" not in made().to_json()
+    assert b"0101" not in one.without_contents().to_json()
+
+
+def test_a_receipt_of_vectors(key: SigningKey) -> None:
+    params = PoolingParams(task="token_embed", dimensions=3, use_activation=False, truncate_prompt_tokens=9)
+    asked = AddPooling(7, ids_bytes([3, 4]), params, second_from=1, adapter=AdapterId("0" * 32))
+    vectors = np.arange(6, dtype=np.float32).reshape(2, 3)
+    one = make_vector_receipt(WELCOME, asked, vectors, key, created=1_795_000_000)
+    again = read_receipt(one.to_json())
+    again.check_signature([key.public])
+    assert again == one
+    request, header, contents = again.request(), again.header, again.contents
+    assert request == AddPooling(
+        0,
+        asked.prompt_token_ids,
+        PoolingParams(task="token_embed", dimensions=3, use_activation=False),
+        second_from=1,
+        adapter=asked.adapter,
+    )
+    assert isinstance(header, VectorHeader)
+    assert contents is not None
+    assert (header.num_vectors, header.width, again.broken_digests()) == (2, 3, [])
+    assert header.has_vectors(contents, vectors)
+    assert not header.has_vectors(contents, vectors.reshape(3, 2))
+    assert not header.has_vectors(contents, np.copysign(vectors, -1))
+    assert b"answers" not in one.to_json()
+    as_tokens = one.to_json().replace(b"engine-core receipt of vectors 1", b"engine-core receipt 1")
+    with pytest.raises(ReceiptError, match="not a receipt"):
+        read_receipt(as_tokens)
+    own = msgspec.structs.replace(WELCOME, numerics="L0")
+    with pytest.raises(InvalidRequestError, match="receipts need L2"):
+        make_vector_receipt(own, asked, vectors)
+
+
 def test_malformed_receipts_are_typed_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     good = msgspec.json.decode(made().to_json())
     for path, value in (
@@ -158,6 +222,9 @@ def test_malformed_receipts_are_typed_errors(monkeypatch: pytest.MonkeyPatch) ->
         (("contents", "prompt_token_ids"), [2**31]),
         (("contents", "prompt_token_ids"), ["3"]),
         (("contents", "answers"), [[1]] * 129),
+        (("contents", "features"), [{"position": -1, "num_rows": 1, "digest": "00" * 32}]),
+        (("contents", "features"), [{"position": 1, "num_rows": 1, "digest": "00" * 31}]),
+        (("header", "features"), 5),
         (("surplus",), 1),
         (("signature",), "zz"),
     ):
@@ -203,7 +270,6 @@ def test_parameters_of_strangers_are_checked(parameters: dict[str, Any]) -> None
     [
         ({"numerics": "L0"}, {}, "receipts need L2"),
         ({"arithmetic": None}, {}, "which weights and kernels"),
-        ({}, {"features": [FeatureUse("0" * 64, 0, 1)]}, "images or embeddings"),
         ({}, {"params": SamplingParams()}, "it has not ended"),
     ],
 )

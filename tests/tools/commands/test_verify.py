@@ -15,8 +15,7 @@ import pytest
 from core.capture.file import CaptureFile
 from frontend.llm import LLM
 from frontend.lora import LoRARequest
-from frontend.results.outputs import RequestOutput
-from frontend.results.pooling_outputs import EmbeddingOutput, EmbeddingRequestOutput
+from frontend.results.outputs import CompletionOutput, RequestOutput
 from ipc.errors import InvalidRequestError
 from ipc.keys.signing import make_signing_key
 from ipc.options.given_options import config_from_options
@@ -28,8 +27,9 @@ from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, tokenizer_files
 from tools.cli import main
 from tools.commands.verify.__main__ import Verdict, verify_receipts
+from tools.commands.verify.local_engine import Difference, Outcome
 from tools.commands.verify.sources import Named, claim_of
-from tools.commands.verify.verifier import Answer, Claim, Difference, Outcome, Verifier
+from tools.commands.verify.verifier import Answer, Claim, Verifier
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -521,6 +521,6 @@ def test_an_answer_without_a_receipt(site: Site, given: dict[str, Any], why: str
     output.submitted = None
     with pytest.raises(InvalidRequestError, match="finished request"):
         site.llm.receipt(output)
-    vector: Any = EmbeddingRequestOutput("0", EmbeddingOutput([1.0]), [3, 4], finished=True)
-    with pytest.raises(InvalidRequestError, match="of a EmbeddingRequestOutput: receipts are of outputs"):
-        site.llm.receipt(vector)
+    other: Any = CompletionOutput(0, "", [3, 4])
+    with pytest.raises(InvalidRequestError, match="of a CompletionOutput: receipts are of outputs"):
+        site.llm.receipt(other)

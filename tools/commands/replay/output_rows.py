@@ -1,10 +1,11 @@
-"""output_rows: the rows of an Outputs message, one by one."""
+"""output_rows, output_vectors: what an Outputs message has of each request."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, Outputs
 
 
@@ -27,3 +28,14 @@ def output_rows(outputs: Outputs) -> Iterator[OutputRow]:
     for number, choice, count, code in zip(numbers, choices, counts, finish, strict=True):
         yield OutputRow(number, choice, tokens[at : at + count], FinishReason(code))
         at += count
+
+
+def output_vectors(outputs: Outputs) -> Iterator[tuple[int, Floats]]:
+    """Yield the number and the vectors [n, width] of each pooling request that ends in a message."""
+    if (pooled := outputs.pooled) is None:
+        return
+    numbers, counts, widths = (np.frombuffer(one, "<u4") for one in (pooled.numbers, pooled.counts, pooled.widths))
+    values, at = np.frombuffer(pooled.values, "<f4"), 0
+    for number, count, width in zip(numbers.tolist(), counts.tolist(), widths.tolist(), strict=True):
+        yield number, values[at : at + count * width].reshape(count, width)
+        at += count * width

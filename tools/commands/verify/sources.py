@@ -17,8 +17,11 @@ from ipc.options.config import EngineConfig
 from ipc.options.config_checks import BUILT_IN_EXECUTORS
 from ipc.options.workers import in_one_process
 from ipc.params.sampling_params import SamplingParams
-from ipc.records.receipt import MAX_RECEIPT_BYTES, Finish, Receipt, read_receipt
-from ipc.wire.messages import DECODE_ERRORS, AddRequest, FinishReason
+from ipc.records.receipt import MAX_RECEIPT_BYTES, Finish, Header, Receipt, read_receipt
+from ipc.tables.arrays import Floats
+from ipc.wire.feature_messages import without_ids
+from ipc.wire.messages import DECODE_ERRORS, FinishReason
+from ipc.wire.pooling_messages import AddPooling
 from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.verify.verifier import Answer, Claim
@@ -37,7 +40,7 @@ _OPTIONS = (
         "runner",
     ),
     *("enable_lora", "max_loras", "max_lora_rank", "lora_modules", "numerics", "max_model_len", "cpu_kernels"),
-    *("kv_cache_dtype", "max_num_seqs", "block_size"),
+    *("kv_cache_dtype", "max_num_seqs", "block_size", "mmproj", "image_max_pixels", "classifier_from_token"),
 )
 _FINISHES: dict[Finish, FinishReason | None] = {
     "stop": FinishReason.STOP,
@@ -133,12 +136,14 @@ def claim_of(receipt: Receipt, tokenizer: Tokenizer | None = None) -> Claim:
 
     tokenizer: finds the stop strings in the answers' text; None = ends by them are not compared. Errors: ReceiptError.
     """
-    request, contents = receipt.request(), receipt.contents
-    assert contents is not None
+    header, contents = receipt.header, receipt.contents
+    assert isinstance(header, Header), "a receipt of vectors has no tokens"
+    assert contents is not None, "the contents are withheld"
+    request = header.request(contents)
     cuts = [_text_end(ids, contents.prompt_token_ids, request.params, tokenizer) for ids in contents.answers]
     ends = [
         _FINISHES[one.finish_reason] if _is_engines(one.finish_reason, request.params, tokenizer, cut) else None
-        for one, cut in zip(receipt.header.answers, cuts, strict=True)
+        for one, cut in zip(header.answers, cuts, strict=True)
     ]
     return Claim(request, [Answer(*each) for each in zip(contents.answers, ends, cuts, strict=True)])
 
@@ -166,12 +171,12 @@ def _is_engines(reason: Finish, params: SamplingParams, tokenizer: Tokenizer | N
     return reason != "stop" or not params.stop_strings or (tokenizer is not None and cut is None)
 
 
-def early_ends(receipt: Receipt, claim: Claim) -> list[int]:
+def early_ends(header: Header, claim: Claim) -> list[int]:
     """Return the answers that are said to have reached their length, and have not, or end by a stop string."""
     params = claim.message.params
-    limit = receipt.header.max_model_len - len(claim.message.prompt_token_ids) // 4  # int32
+    limit = header.max_model_len - len(claim.message.prompt_token_ids) // 4  # int32
     limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
-    pairs = enumerate(zip(claim.answers, receipt.header.answers, strict=True))
+    pairs = enumerate(zip(claim.answers, header.answers, strict=True))
     return [
         index
         for index, (answer, one) in pairs
@@ -183,14 +188,14 @@ def early_ends(receipt: Receipt, claim: Claim) -> list[int]:
 
 
 class CapturedAnswers(NamedTuple):
-    """The answers of a capture: the config of its engine, and each request's claim by its name."""
+    """The answers of a capture: the config of its engine, and each request's claim or its vectors, by its name."""
 
     config: EngineConfig
     fingerprint: str
     weights: str  # "" = the capture does not say
     variant: str
     claims: dict[str, Claim]
-    skipped: dict[str, str]  # why a request is left out, by its name
+    vectors: dict[str, tuple[AddPooling, Floats]]
 
 
 def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
@@ -205,22 +210,23 @@ def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
         if file.begins_inside or file.num_lost:
             raise CaptureFileError(f"{path}: it lacks its beginning, or records: its answers are not whole")
         recording = read_recording(file)
-    claims, skipped = dict[str, Claim](), dict[str, str]()
+    claims, pooled = dict[str, Claim](), dict[str, tuple[AddPooling, Floats]]()
     for one in recording.requests:
         name, message = f"client {one.client} request {one.message.number}", one.message
-        if not isinstance(message, AddRequest):
-            skipped[name] = "it asks for vectors"
-        elif message.features:
-            skipped[name] = "it has images or embeddings, of which a capture has the digests alone"
+        if isinstance(message, AddPooling):
+            if one.vectors is not None:
+                pooled[name] = message, one.vectors
         elif any(one.tokens):
-            claims[name] = Claim(message, [Answer(tokens) for tokens in one.tokens])
+            prompt = without_ids(message.prompt_token_ids, message.features)
+            asked = msgspec.structs.replace(message, prompt_token_ids=prompt)
+            claims[name] = Claim(asked, [Answer(tokens) for tokens in one.tokens])
     return CapturedAnswers(
         _config_of(path, file, changed),
         file.header.model.fingerprint,
         file.header.model.weights,
         file.header.model.variant,
         claims,
-        skipped,
+        pooled,
     )
 
 

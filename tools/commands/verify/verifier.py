@@ -6,35 +6,25 @@ as much as a prompt of n tokens. A beam search is run again: which beams it keep
 """
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from core.border.validation import validate_request
-from core.engine import EngineCore
-from core.execution.executor import ModelInfo
-from core.grammars.checker import CheckedGrammars
 from core.inputs import EngineInput, EngineReply
-from core.process.prepare import prepare
 from core.proposers.given import GivenDrafts
-from core.scheduling.scheduler import Scheduler
-from frontend.text.tokenizer import Tokenizer
-from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.options.config import EngineConfig
-from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.speculation import MAX_DRAFTS, SpeculativeConfig
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.feature_messages import PutFeature
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, RequestFailed
 from tools.commands.replay.output_rows import OutputRow, output_rows
+from tools.commands.verify.local_engine import CLIENT, Difference, LocalEngine, Outcome
 
 #: Most drafts of a step. Each needs a row of logits, so there are fewer with a large vocabulary.
 MOST_DRAFTS = 512
 _MAX_LOGITS_BYTES = 128 << 20
 _ANY_STEP_NS = (1_000_000,) * 8  # given, so that none is measured; no rule looks at them
-_CLIENT = 1
-_STEP_NS = 1_000_000
 
 
 class Answer(NamedTuple):
@@ -50,30 +40,17 @@ class Answer(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """A request, and the answers that are said to follow from it, one for each of its n choices."""
+    """A request, and the answers that are said to follow from it, one for each of its n choices.
+
+    features: those that replace tokens of its prompt, in order.
+    """
 
     message: AddRequest
     answers: Sequence[Answer]
+    features: Sequence[PutFeature] = ()
 
 
-class Difference(NamedTuple):
-    """The first token of an answer that differs. None stands for the answer's end."""
-
-    answer: int  # index of the choice
-    position: int  # in the answer, from 0
-    expected: int | None  # computed here
-    got: int | None  # claimed
-
-
-class Outcome(NamedTuple):
-    """What became of a claim. failure: why it cannot be an answer of this engine; "" = no reason was found."""
-
-    difference: Difference | None = None
-    failure: str = ""
-    has_no_adapter: bool = False  # the failure is that its adapter is not loaded
-
-
-class Verifier:
+class Verifier(LocalEngine):
     """An engine in this process that verifies claims, until close().
 
     Errors: those of an engine's start.
@@ -81,42 +58,14 @@ class Verifier:
 
     def __init__(self, config: EngineConfig) -> None:
         drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS, step_ns=_ANY_STEP_NS)
-        none: dict[str, Any] = {"capture": None, "async_scheduling": False, "request_metrics": False}
-        none["scheduler_cls"] = BUILT_IN_SCHEDULER  # it takes the drafts, and no token depends on it
-        config = msgspec.structs.replace(config, speculative_config=drafts, **none)
-        prepared = prepare(config, lambda phase: None)
-        self.config, self._executor = prepared.config, prepared.executor
-        self.tokenizer_hash = prepared.tokenizer.tokenizer_hash
-        self._tokenizer_files = prepared.tokenizer.files
-        self._engine = EngineCore(self.config, self._executor)
-        assert isinstance(self._engine.scheduler, Scheduler), "the built-in scheduler was asked for"
-        speculation = self._engine.scheduler.speculation
+        super().__init__(msgspec.structs.replace(config, speculative_config=drafts))
+        speculation = self.scheduler.speculation
         most = min(MOST_DRAFTS, max(MAX_DRAFTS, _MAX_LOGITS_BYTES // (4 * self.info.vocab_size)))
         if self.info.state_bytes:  # each draft needs a place for the state before it
             most = min(most, speculation.most_in_step)
-        self._drafts = GivenDrafts(self._engine.scheduler.table)
+        self._drafts = GivenDrafts(self.scheduler.table)
         speculation.use_only(self._drafts, most)
-        self._grammars = CheckedGrammars(self._executor.grammars)
-        self._now_ns, self._num_claims = 0, 0
-        self.num_steps = 0
-
-    @property
-    def info(self) -> ModelInfo:
-        """The model's description."""
-        return self._executor.info
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None = it has none that this version reads. Then no answer was cut by its text."""
-        try:
-            return Tokenizer.from_files(self._tokenizer_files)
-        except ModelFileError:
-            return None
-
-    def close(self) -> None:
-        """Release the engine."""
-        self._grammars.close()
-        self._executor.close()
+        self._num_claims = 0
 
     def verify(self, claims: Sequence[Claim]) -> list[Outcome]:
         """Compute all claims together; return what became of each."""
@@ -125,30 +74,24 @@ class Verifier:
         open_: dict[int, _Open] = {}
         inbox: list[tuple[int, EngineInput]] = []
         for number, claim in enumerate(claims, first):
-            message = _message(claim, number)
-            refused = self._check(message)
-            if refused is not None:
-                outcomes[number - first] = refused
+            message = self.admit(_message(claim, number), claim.features)
+            if isinstance(message, Outcome):
+                outcomes[number - first] = message
                 continue
             open_[number] = _Open(claim)
             for choice, answer in enumerate(() if message.params.use_beam_search else claim.answers):
-                self._drafts.give((_CLIENT, number, choice), self._known(answer.token_ids))
-            inbox.append((_CLIENT, message))
+                self._drafts.give((CLIENT, number, choice), self._known(answer.token_ids))
+            inbox.append((CLIENT, message))
         while open_:
-            ended = [pair for reply in self._step(inbox) for pair in self._take(reply, open_)]
-            inbox = [(_CLIENT, _abort(number, choice)) for number, choice in ended]
+            ended = [pair for reply in self.step(inbox) for pair in self._take(reply, open_)]
+            inbox = [(CLIENT, _abort(number, choice)) for number, choice in ended]
             for number, choice in ended:
-                self._drafts.forget((_CLIENT, number, choice))
+                self._drafts.forget((CLIENT, number, choice))
             for number in [number for number, one in open_.items() if not one.num_going]:
                 outcomes[number - first] = open_.pop(number).outcome
-            assert not open_ or inbox or self._engine.has_work, "the engine has lost a request"
-        self._step(inbox)
+            assert not open_ or inbox or self.has_work, "the engine has lost a request"
+        self.step(inbox)
         return outcomes
-
-    def _step(self, inbox: Sequence[tuple[int, EngineInput]]) -> list[EngineReply]:
-        self._now_ns += _STEP_NS
-        self.num_steps += 1
-        return [reply for _, reply in self._engine.step(inbox, self._now_ns)]
 
     def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Return the tokens before the first that the model does not have: the model reads drafts unchecked.
@@ -157,30 +100,6 @@ class Verifier:
         """
         outside = (at for at, token in enumerate(token_ids) if not 0 <= token < self.info.vocab_size)
         return token_ids[: next(outside, len(token_ids))]
-
-    def _check(self, message: AddRequest) -> Outcome | None:
-        """Check and prepare a request as an engine's border does; return why it is refused, None if it is not.
-
-        Its adapter is kept as long as the message lives.
-        """
-        info, adapters = self.info, self._executor.adapters
-        sizes = {"vocab_size": info.vocab_size, "max_model_len": self.config.max_model_len}
-        try:
-            validate_request(message, **sizes, max_logprobs=0, tasks=info.tasks)
-            if self._grammars.needs(message):
-                self._grammars.prepare(message)
-        except InvalidRequestError as error:
-            return Outcome(failure=str(error))
-        if message.adapter is None:
-            return None
-        try:
-            if adapters is not None:
-                adapters.hold(message.adapter)
-                return None
-        except InvalidRequestError:
-            pass
-        text = f"its adapter, {message.adapter.digest}, is not loaded: name its files in lora_modules"
-        return Outcome(failure=text, has_no_adapter=True)
 
     def _take(self, reply: EngineReply, open_: "dict[int, _Open]") -> list[tuple[int, int]]:
         """Compare what a reply has; return the (number, choice) pairs that are done with."""

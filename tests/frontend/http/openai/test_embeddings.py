@@ -106,7 +106,6 @@ def test_scores_are_cosines_and_the_best_comes_first(served: Caller, llm: LLM) -
         ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}], "input": "x"}, 400, "input or messages"),
         ("/v1/embeddings", {"messages": [{"role": "user", "content": 5}]}, 400, "content"),
         ("/v1/embeddings", {"messages": [], "chat_template": "{{ 1 }}"}, 400, "chat_template is a program"),
-        ("/v1/embeddings", {"input": "x", "receipt": True}, 400, "receipt is not supported: receipts are of tokens"),
         ("/pooling", {"input": "x", "task": "classify"}, 400, "it does embed, token_embed"),
         ("/pooling", {"input": "x", "task": "plugin"}, 400, "task"),
         ("/classify", {"input": "x"}, 400, "does not do the task 'classify': it does embed, token_embed"),

@@ -3,10 +3,11 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from ipc.files.model_files import resolve_model
-from ipc.records.receipt import Receipt
+from ipc.records.receipt import Receipt, VectorHeader
 from tests.frontend.http.caller import Caller
 from tests.frontend.http.conftest import FAKE
 from tools.commands.verify.__main__ import verify_receipts
@@ -63,3 +64,32 @@ def test_beam_searches(served: Caller) -> None:
     assert receipt.contents is not None
     assert receipt.contents.parameters["use_beam_search"]
     assert receipt.contents.answers == [choice["token_ids"] for choice in answer.json["choices"]]
+
+
+TEXTS = ["Why is the sky blue?", "Name three colours.", "Why is the sky blue?"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}, 3),
+        ("/v1/embeddings", {"input": TEXTS, "dimensions": 3, "encoding_format": "base64"}, 3),
+        ("/pooling", {"input": TEXTS}, 3),
+        ("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}, 2),
+        ("/v1/rerank", {"query": TEXTS[0], "documents": TEXTS[1:], "top_n": 1}, 2),
+    ],
+)
+def test_vectors(served: Caller, path: str, body: dict[str, Any], count: int) -> None:
+    """Each text has a receipt; a cosine follows from those of its texts, of which each different one has one."""
+    answer = served.post(path, {**body, "receipt": True})
+    assert answer.status == 200, answer.json
+    receipts = receipts_of(answer.json)
+    assert len(receipts) == count
+    plain = served.post(path, body).json
+    assert "receipts" not in plain
+    assert {**answer.json, "receipts": 0, "id": 0, "created": 0} == {**plain, "receipts": 0, "id": 0, "created": 0}
+    if path == "/v1/embeddings" and "dimensions" not in body:
+        for receipt, one in zip(receipts, plain["data"], strict=True):
+            assert isinstance(receipt.header, VectorHeader)
+            assert receipt.contents is not None
+            assert receipt.header.has_vectors(receipt.contents, np.array([one["embedding"]], np.float32))

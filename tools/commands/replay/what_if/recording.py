@@ -16,7 +16,7 @@ from ipc.errors import CaptureFileError
 from ipc.tables.arrays import Floats, Int32s, Ints
 from ipc.tables.columns import unpack_numbers
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs, RequestFailed, Submission
-from tools.commands.replay.output_rows import OutputRow, output_rows
+from tools.commands.replay.output_rows import OutputRow, output_rows, output_vectors
 from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.oracle_executor import beam_key
 from tools.commands.replay.what_if.step_time import FEATURES, FeatureWatcher
@@ -36,6 +36,7 @@ class Recorded(msgspec.Struct):
     ended_ns: int = 0  # 0: it is unfinished at the end of the capture
     aborted_ns: int = 0  # 0: its client did not abort it
     num_open: int = 1  # choices
+    vectors: Floats | None = None  # [n, width] of a pooling request that ended with them
 
     @property
     def num_choices(self) -> int:
@@ -235,6 +236,9 @@ class Requests:
             if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
                 self._live.pop((client, reply.number)).ended_ns = end_ns
             elif isinstance(reply, Outputs):
+                for number, vectors in output_vectors(reply):
+                    if (pooled := self._live.get((client, number))) is not None:
+                        pooled.vectors = vectors
                 for row in output_rows(reply):
                     if (one := self._live.get((client, row.number))) is not None:
                         self._note_row(one, row, end_ns)
