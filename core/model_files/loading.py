@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from core import log
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import CheckedWeights, open_weights
 from core.model_files.model_config import is_foreign, read_model_config, refuse_missing_parts
@@ -45,6 +46,8 @@ from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype, element_name
 from kernels.memory.kv_cache import Scales
 
+#: Tokens of an image whose encoding takes many seconds on a CPU.
+LONG_IMAGE = 4096
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2"
 
 #: The form of matrices in a GPU's memory. They are dequantized by default, because the speed of other forms is not well
@@ -328,6 +331,11 @@ def _vision(
     if isinstance(parts, GridParts):
         if (most := config.image_max_pixels) is not None:
             parts = msgspec.structs.replace(parts, max_rows=max(1, min(parts.max_rows, most // parts.unit**2)))
+        elif parts.max_rows > LONG_IMAGE:
+            log.say(
+                f"engine-core: an image may have up to {parts.max_rows} tokens, as the model's processor allows, and "
+                "other requests wait while one is encoded: image_max_pixels makes large images smaller"
+            )
         kind = GridEncoder if parts.pooled is None else PooledEncoder
         return kind(parts, width, weights, dtype, library=library)
     if config.image_max_pixels is not None:

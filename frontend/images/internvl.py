@@ -7,6 +7,7 @@ bicubic filter, on 8 bits a colour, as in transformers' Pillow backend.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -51,14 +52,19 @@ class InternVLImages(SquareRules):
 
     def grid_of(self, width: int, height: int) -> tuple[int, int]:
         """Return (columns, rows) of the squares that an image is divided into."""
-        every = [(c, r) for c in range(1, self.most + 1) for r in range(1, self.most + 1)]
-        grids = sorted((one for one in every if self.least <= one[0] * one[1] <= self.most), key=math.prod)
-        return nearest_grid((width, height), self.square, grids)
+        return nearest_grid((width, height), self.square, _grids(self.least, self.most))
 
     def text_of(self, num_rows: int, num_columns: int, last: Sequence[int]) -> str:
         """Return the text for an image with these squares in the prompt."""
         count = num_rows * num_columns
         return _BEGIN + _MARK * (self.rows_per_square * (count + 1 if count > 1 else 1)) + _END
+
+
+@lru_cache(maxsize=4)
+def _grids(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Return (columns, rows) of all arrangements, by their number of squares."""
+    every = [(columns, rows) for columns in range(1, most + 1) for rows in range(1, most + 1)]
+    return tuple(sorted((one for one in every if least <= one[0] * one[1] <= most), key=math.prod))
 
 
 def internvl_images(

@@ -6,6 +6,7 @@ processor, which has a backend of torchvision only (frontend/images/fixed_point.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -78,8 +79,12 @@ class Lfm2VLImages(RectangleRules):
         return _BEGIN + text + _END
 
 
-def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
-    """Return (columns, rows) of all arrangements, by their number of squares; equal ones in transformers' order."""
+@lru_cache(maxsize=4)
+def _arrangements(least: int, most: int) -> tuple[tuple[int, int], ...]:
+    """Return (columns, rows) of all arrangements, by their number of squares; equal ones in transformers' order.
+
+    Making those of 64 squares takes milliseconds.
+    """
     every = [
         (columns, rows)
         for count in range(least, most + 1)
@@ -87,7 +92,7 @@ def _arrangements(least: int, most: int) -> list[tuple[int, int]]:
         for rows in range(1, count + 1)
         if least <= columns * rows <= most
     ]
-    return sorted(set(every), key=lambda one: one[0] * one[1])
+    return tuple(sorted(set(every), key=lambda one: one[0] * one[1]))
 
 
 def lfm2_vl_images(
