@@ -100,6 +100,11 @@ def _check_quantization(path: Path, settings: Any) -> None:
 
     kinds: Any = AutoHfQuantizer
     values = settings if isinstance(settings, dict) else settings.to_dict()
+    if values.get("quant_method") == "bitnet":
+        raise UnsupportedModelError(
+            f"{path}: quantization_config.quant_method='bitnet' needs products of ternary weights with activations of "
+            "8 bits and one scale for a token, which this version does not have"
+        )
     if not kinds.supports_quant_method(values):
         method = values.get("quant_method")
         raise UnsupportedModelError(f"{path}: quantization_config.quant_method={method!r:.80} is none of transformers'")

@@ -153,6 +153,15 @@ def test_a_missing_weight_file_is_a_model_file_error(tmp_path: Path) -> None:
         LocalExecutor(config_for(tmp_path))
 
 
+def test_bitnets_published_files_are_refused_by_what_they_need(tmp_path: Path) -> None:
+    save("bitnet", tmp_path, num_key_value_heads=2)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    own = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": own}))
+    with pytest.raises(UnsupportedModelError, match="needs products of ternary weights with activations of 8 bits"):
+        LocalExecutor(config_for(tmp_path))
+
+
 def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OPTForCausalLM"]}))
     monkeypatch.setitem(sys.modules, "transformers", None)

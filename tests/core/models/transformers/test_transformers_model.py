@@ -46,6 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_neox": SIZES,
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": 256, "eos_token_id": 2},
     "mixtral": {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4},
+    "bitnet": {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0},
     "opt": {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "phi3": {**SIZES, "num_key_value_heads": 2, "sliding_window": 4, "pad_token_id": 0},
     "deepseek_v2": {
