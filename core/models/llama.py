@@ -37,6 +37,7 @@ from core.models.parts.weight_parts import WeightParts
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
 from ipc.options.model_options import Numerics
 from ipc.tables.arrays import AnyInts, Floats, Ints
+from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
@@ -139,19 +140,7 @@ class Llama:
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         self._build_end(parts, head)
-        self.decoder = None
-        if self.streams is None:
-            self.decoder = cpu_decoder(
-                whole,
-                operations,
-                self.layers,
-                self.embedding,
-                self._norm,
-                self._float_norm,
-                self.head,
-                rank=rank,
-                per_layer=self.per_layer,
-            )
+        self.decoder = self._build_decoder(whole, rank)
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
         """Build the embedding. Return the head if it has the same weights, otherwise None."""
@@ -178,6 +167,13 @@ class Llama:
         self.head = head
         if config.num_labels:
             self.classifier = parts.take_matrix("score.weight").dense(self.dtype).copy()
+
+    def _build_decoder(self, whole: ModelConfig, rank: Rank | None) -> CpuDecoder | None:
+        """Return the C decoder; None: layers run operation by operation, as those of hidden states in streams do."""
+        if self.streams is not None:
+            return None
+        parts = self.layers, self.embedding, self._norm, self._float_norm, self.head
+        return cpu_decoder(whole, self.operations, *parts, rank=rank, per_layer=self.per_layer)
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.linear(weight, bias, out_dtype=FLOAT32)

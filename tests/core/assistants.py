@@ -50,9 +50,10 @@ class AssistedModel:
             text |= {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
         name = "Gemma4Assistant" if kind == "gemma4_text" else "Gemma4UnifiedAssistant"
         config = getattr(transformers, f"{name}Config")(
-            text_config=transformers.AutoConfig.for_model(kind, **text), backbone_hidden_size=hidden, **(own or {})
+            text_config=transformers.AutoConfig.for_model(kind, **text, attn_implementation="eager"),
+            backbone_hidden_size=hidden,
+            **(own or {}),
         )
-        config.text_config._attn_implementation = "eager"
         self.assistant = with_random_weights(getattr(transformers, f"{name}ForCausalLM")(config).eval(), 12)
         if config.use_ordered_embeddings:
             order = torch.randperm(text["vocab_size"], generator=torch.Generator().manual_seed(13))

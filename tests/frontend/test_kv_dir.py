@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from engine_core import LLM, Pin, SamplingParams
 from ipc.errors import ConfigError, EngineStartError
+from tests.core.assistants import AssistedModel
 from tests.frontend.http.caller import wait_for
 from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
 from tools.commands.replay.__main__ import main as replay
@@ -48,6 +49,20 @@ def answers(llm: LLM, *, stores: bool = False) -> tuple[list[Any], list[int | No
         found[0].append([[(token, one.logprob) for token, one in place.items()] for place in logprobs])
         found[1].append(output.num_cached_tokens)
     return found
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+def test_an_assistant_reads_the_blocks_of_its_model(tmp_path: Path) -> None:
+    """They are those of engines without one: it has none of its own."""
+    model, assistant = AssistedModel("gemma4-31b").write(tmp_path)
+    drafts = {"method": "mtp", "model": assistant, "step_ns": [10**6] * 8, "num_speculative_tokens": 3}
+    with LLM(model, **SIZES, kv_window=0, kv_dir=tmp_path / "kv") as llm:
+        first = answers(llm, stores=True)
+    with LLM(model, **SIZES, speculative_config=drafts, kv_dir=tmp_path / "kv") as llm:
+        second = answers(llm)
+        assert llm.statistics().num_draft_tokens > 0
+    assert second[0] == first[0]
+    assert min(one or 0 for one in second[1]) >= 152
 
 
 def test_blocks_outlive_the_engine_and_damage_is_computed_again(model: str, tmp_path: Path) -> None:

@@ -143,10 +143,11 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], text: str
         given({"kv_connector": "valkey"}, **options)
 
 
-def test_blocks_have_k_and_v_of_a_models_own_layer_and_of_no_other_model() -> None:
+def test_blocks_have_k_and_v_of_layers_for_multi_token_prediction_and_of_no_other_model() -> None:
     drafts: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": 2}
     assert given(None, kv_dir="d", speculative_config=drafts).kv_stores == ["kv_dir"]
-    for method in ("eagle3", "mtp"):
+    assert given(None, kv_dir="d", speculative_config={**drafts, "model": "an assistant"}).kv_stores == ["kv_dir"]
+    for method in ("eagle3", "draft_model"):
         with pytest.raises(ConfigError, match="kv_dir does not support the blocks of another model that drafts"):
             given(None, kv_dir="d", speculative_config={**drafts, "method": method, "model": "head"})
 
