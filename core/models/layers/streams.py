@@ -96,7 +96,7 @@ class Streams:
 
 def _weighted(routed: Floats, coefficients: Floats) -> Floats:
     """Return the sum [T, 1] of a router's numbers [T, count] times coefficients [count], in turn."""
-    total = routed[:, :1] * coefficients[0]
+    total: Floats = routed[:, :1] * coefficients[0]
     for index in range(1, len(coefficients)):
         total = total + routed[:, index : index + 1] * coefficients[index]
     return total
