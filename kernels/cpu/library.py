@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import mmap
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class CpuLibrary:
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self._chunk: UInt8s = np.zeros(0, np.uint8)
+        self._allocating = threading.Lock()
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
         if variant == "amx":
@@ -114,19 +116,20 @@ class CpuLibrary:
         """Return zeros [num_bytes] uint8, 64-byte aligned, for data that is read repeatedly.
 
         They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
-        mapping, which is released with the last of them.
+        mapping, which is released with the last of them. Several threads may pack weights.
         """
-        if num_bytes > len(self._chunk):
-            mapping = mmap.mmap(-1, max(num_bytes, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # an operating system without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-            chunk = np.frombuffer(mapping, np.uint8)
-            if num_bytes >= _CHUNK_BYTES:
-                return chunk
-            self._chunk = chunk
-        taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
-        self._chunk = self._chunk[end:]
-        return taken
+        with self._allocating:
+            if num_bytes > len(self._chunk):
+                mapping = mmap.mmap(-1, max(num_bytes, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                with contextlib.suppress(OSError):  # an operating system without huge pages
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+                chunk = np.frombuffer(mapping, np.uint8)
+                if num_bytes >= _CHUNK_BYTES:
+                    return chunk
+                self._chunk = chunk
+            taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
+            self._chunk = self._chunk[end:]
+            return taken
 
 
 def load_cpu_library(variant: str | None = None) -> CpuLibrary:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import platform
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -318,3 +319,15 @@ def test_who_starts_together_builds_once(cache, copying_compiler, monkeypatch, t
     assert [library.variant for library in loaded] == ["portable"] * 3
     assert runs.read_text().split() == ["run"] * 2  # one compiles, one links
     assert len(libraries(cache)) == 1
+
+
+def test_threads_that_pack_weights_get_memory_of_their_own() -> None:
+    """As ranks in threads do, and an update of weights next to steps."""
+    library, before = load_cpu_library(), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            blocks = list(threads.map(lambda _: library.allocate(64), range(20_000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len({block.ctypes.data for block in blocks}) == len(blocks)
