@@ -1,5 +1,6 @@
 """Which models several workers can compute together, and how many they may be: looked at before any worker starts."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from core.model_files.model_config import is_foreign, read_model_config
@@ -51,17 +52,23 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         return
     if reason := _undivided(model, is_on_device=config.device == "cuda"):
         raise ConfigError(f"{path} has {reason}, which cannot be split among ranks: leave tensor_parallel_size out")
-    if num_ranks > model.num_attention_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={num_ranks} is more than the {model.num_attention_heads} query heads of "
-            f"{path}: use at most {model.num_attention_heads}"
-        )
-    if model.recurrent is not None and num_ranks > (most := most_ranks(model.recurrent)):
-        what = "groups of heads" if model.recurrent.takes_turns else "heads"
-        raise ConfigError(
-            f"tensor_parallel_size={num_ranks} is more than the {most} {what} of the recurrent layers of {path}: use "
-            f"at most {most}"
-        )
+    for most, what in _most_ranks(model):
+        if num_ranks > most:
+            raise ConfigError(
+                f"tensor_parallel_size={num_ranks} is more than the {most} {what} of {path}: use at most {most}"
+            )
+
+
+def _most_ranks(model: ModelConfig) -> Iterator[tuple[int, str]]:
+    """Yield how many there are of what each rank needs one of, and its name."""
+    yield model.num_attention_heads, "query heads"
+    widths = [model.intermediate_size]
+    if (experts := model.experts) is not None:
+        widths += [experts.intermediate_size, experts.shared_size]
+    yield min(width for width in widths if width), "columns of an MLP"
+    if (recurrent := model.recurrent) is not None:
+        what = "groups of heads" if recurrent.takes_turns else "heads"
+        yield most_ranks(recurrent), f"{what} of the recurrent layers"
 
 
 def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, num_stages: int) -> None:
@@ -86,15 +93,14 @@ def part_option(num_ranks: int) -> str:
 def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
     """Return what of a model no rank can have a part of; "" if there is nothing."""
     reasons = {
-        "routed MLPs": model.experts is not None,
-        "latent attention": model.latent is not None,
-        "a cap of its logits": model.logits_cap is not None,
+        "routed MLPs": model.experts is not None and is_on_device,
+        "latent attention": model.latent is not None and is_on_device,
+        "a cap of its logits": model.logits_cap is not None and is_on_device,
         "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
         "layers with other heads": model.full_heads is not None,
         "layers that share K and V": model.num_shared_layers > 0,
         "inputs of single layers": model.per_layer is not None,
         "normalised values": model.value_norm,
         "a table of positions": model.position_table,
-        "the activation xIELU": model.hidden_act == "xielu",
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

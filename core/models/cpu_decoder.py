@@ -84,16 +84,20 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
         return np.array([*(one.columns(width).first for one in every), width], np.int64)
 
     heads = np.array([*(one.heads(config)[0].first for one in every), config.num_attention_heads], np.int64)
-    own = None if config.recurrent is None else _recurrences(every, shard.rank, config.recurrent)
+    own, experts = None, config.experts
+    if config.recurrent is not None:
+        own = _recurrences(every, shard.rank, config.recurrent)
     return DecoderGroup(
         rank.memory,
         shard.rank,
         shard.size,
         own_attended=shard.heads(config)[0].length * config.head_dim,
-        attended=heads * config.head_dim,
+        attended=heads * (config.head_dim if config.latent is None else config.latent.value_dim),
         hidden=columns(config.hidden_size),
         gated=columns(config.intermediate_size),
         vocabulary=columns(config.vocab_size),
+        expert_gated=columns(0 if experts is None else experts.intermediate_size),
+        shared_gated=columns(0 if experts is None else experts.shared_size),
         recurrences=own,
     )
 

@@ -1,7 +1,7 @@
 """ModelInputs and StepResult: the input and the output of one forward pass of a model."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -72,6 +72,14 @@ class StepResult(Protocol):
 
         rows [n] int64: distinct indices of the step's tokens.
         """
+
+
+@runtime_checkable
+class TappedResult(Protocol):
+    """The further method of the results of a model whose hidden states are kept; see Llama.tap()."""
+
+    def states_of(self, rows: Ints) -> Floats:
+        """Return what tap() keeps [n, taps, hidden] float32 of these tokens [n] int64 of the step."""
 
 
 class HiddenResult:

@@ -124,7 +124,7 @@ class CpuDecoder:
         self._per_layer, self._axes = per_layer, axes
         self._decoder.num_tail = self._num_tail = tail_length(layers)
         self._point_to_parts(layers)
-        self._room = Room()
+        self._room = Room(None if group is None else group.memory)
         self._set_streams(exceed_caches(weight_bytes(layers, head)))
         self._widths, self._mixed_width = widths_of(self._width, layers), mixed_width(layers)
         if group is not None:
@@ -154,7 +154,9 @@ class CpuDecoder:
         self._decoder.group = ctypes.addressof(self._group)
         own, recurrences = group.own_attended, group.recurrences
         wide = own if recurrences is None else max(own, recurrences.own)
-        self._widths |= {"q": own, "own_attended": wide}
+        self._widths["own_attended"] = wide
+        if latent_of(self._kept[0][0]) is None:
+            self._widths["q"] = own
         self._recurred_width = 0 if recurrences is None or not recurrences.norm_size else int(recurrences.columns[-1])
 
     def _point_to_parts(self, layers: Sequence[LayerParts]) -> None:

@@ -115,8 +115,9 @@ def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
     if any(parts.output_gate is not None for parts in layers):
         inner["output_gates"] = attended
     if (latent := latent_of(layers[0])) is not None:
-        attended = latent.num_heads * latent.latent_dim
-        inner = {"q": attended + latent.num_heads * latent.rotated_dim, "attended": attended}
+        own = latent.num_heads * latent.latent_dim
+        attended = max(own, layers[0].o.in_features)  # of a rank: the values of all heads
+        inner = {"q": own + latent.num_heads * latent.rotated_dim, "attended": attended}
         inner["qkv"] = max(layers[0].qkv.out_features, attended)  # also picked rows of `attended`
         inner |= {"queries": latent.queries_width, "values": layers[0].o.in_features}
     gated = max((mlp.down.in_features for mlp in dense), default=1)

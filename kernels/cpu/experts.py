@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.group import SeparateMemory, SharedMemory
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.packed_weights import INT8
 from kernels.cpu.structs import ExpertsArguments, ExpertsRoom, ExpertsStepArguments, GemmArguments, RoutingArguments
@@ -136,10 +137,13 @@ class CpuExperts:
 
 
 class Room:
-    """Memory in which all routed MLPs of a model are computed in turn. It only grows."""
+    """Memory in which all routed MLPs of a model are computed in turn. It only grows.
 
-    def __init__(self) -> None:
-        self.arguments = ExpertsRoom()
+    memory: that of a rank's group; None = this process is alone.
+    """
+
+    def __init__(self, memory: SharedMemory | SeparateMemory | None = None) -> None:
+        self.arguments, self._memory = ExpertsRoom(), memory
         self._rows = 0
         self._kept: dict[str, Numbers] = {}
 
@@ -160,15 +164,20 @@ class Room:
         self._keep("starts", (num_experts + 1,), _INT32)
         self._keep("active", (num_experts + 1,), _INT32)
         self._keep("gathered", (chosen, gate_up.in_features), gate_up.dtype)
-        self._keep("gated", (chosen, down.in_features), down.dtype)
+        self._keep("gated", (chosen, down.in_features), down.dtype, "expert_gated")
         self._keep("results", (chosen, down.out_features), FLOAT32)
         if shared is not None:
-            self._keep("shared_gated", (rows, shared.down.in_features), down.dtype)
+            self._keep("shared_gated", (rows, shared.down.in_features), down.dtype, "shared_gated")
             self._keep("shared_results", (rows, down.out_features), FLOAT32)
         if deepest := max((each.in_features for each in experts.matrices if each.packing == INT8), default=0):
             self._keep("quantized", (chosen + rows, row_bytes_in_8_bits(deepest)), np.dtype(np.uint8))
             self.arguments.quantized_stride = blocks_in_8_bits(deepest)
 
-    def _keep(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> None:
-        self._kept[name] = buffer = aligned_empty(shape, dtype)
+    def _keep(self, name: str, shape: tuple[int, ...], dtype: Dtype, shared: str = "") -> None:
+        """Make room. shared: its name in the group's memory; "" = it is this process's own."""
+        if self._memory is not None and shared in self._memory:
+            buffer = self._memory.reserve(shared, shape, dtype)
+        else:
+            buffer = aligned_empty(shape, dtype)
+        self._kept[name] = buffer
         setattr(self.arguments, name, buffer.ctypes.data)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.arrays import Ints
-from kernels.cpu.structs import GroupArguments, GroupStreams, Place
+from kernels.cpu.structs import GroupArguments, GroupStreams, Place, Ranks
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
@@ -25,7 +25,10 @@ class SharedMemory:
     fd: of a file created by make_shared_file(); it is not closed here.
     """
 
-    _NAMES = ("embedded", "attended", "recurred", "gated", "added", "logits", "largest", "asked")
+    _NAMES = (
+        *("embedded", "attended", "recurred", "gated", "expert_gated", "shared_gated", "added"),
+        *("logits", "largest", "asked"),
+    )
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -106,6 +109,8 @@ class DecoderGroup(NamedTuple):
     hidden: Ints
     gated: Ints
     vocabulary: Ints
+    expert_gated: Ints  # of each routed expert
+    shared_gated: Ints  # of the shared expert
     recurrences: RecurrencePlaces | None = None
 
     @property
@@ -115,10 +120,14 @@ class DecoderGroup(NamedTuple):
         recurred = self.attended if recurrences is None else recurrences.columns
         places = [
             Place(one[self.rank], one[-1], one.ctypes.data)
-            for one in (self.attended, recurred, self.hidden, self.gated, self.vocabulary)
+            for one in (
+                *(self.attended, recurred, self.hidden, self.gated, self.vocabulary),
+                *(self.expert_gated, self.shared_gated),
+            )
         ]
         words = int(self.vocabulary[self.rank + 1] - self.vocabulary[self.rank])
-        arguments = GroupArguments(self.memory.state, self.memory.streams, self.rank, self.size, *places, words)
+        ranks = Ranks(self.memory.state, self.memory.streams, self.rank, self.size)
+        arguments = GroupArguments(ranks, *places, words)
         if recurrences is not None:
             arguments.num_turns, arguments.norm_size = recurrences.num_turns, recurrences.norm_size
         return arguments

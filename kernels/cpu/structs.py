@@ -145,7 +145,7 @@ class ExpertsStepArguments(CStruct):
     """Arguments of experts() (experts.h)."""
 
     c_name = "ExpertsStep"
-    _fields_ = (*_fields("experts room x y", _POINTER), ("num_rows", _INT64), ("router_x", _POINTER))
+    _fields_ = (*_fields("experts room x y", _POINTER), ("num_rows", _INT64), *_fields("router_x group", _POINTER))
 
 
 class PackArguments(CStruct):
@@ -226,7 +226,7 @@ class BlockArguments(CStruct):
 
 
 class Place(CStruct):
-    """Where a rank's columns are in a result of a group (decoder.h)."""
+    """Where a rank's columns are in a result of a group (group.h)."""
 
     c_name = "Place"
     _fields_ = (*_fields("first width", _INT64), ("bounds", _POINTER))
@@ -239,14 +239,20 @@ class GroupStreams(CStruct):
     _fields_ = (*_fields("fds room", _POINTER), ("room_bytes", _INT64), *_fields("rank size", _INT32))
 
 
+class Ranks(CStruct):
+    """The ranks of a group (group.h)."""
+
+    c_name = "Ranks"
+    _fields_ = (*_fields("state streams", _POINTER), *_fields("rank size", _INT32))
+
+
 class GroupArguments(CStruct):
     """The group of ranks that a decoder belongs to (decoder.h)."""
 
     c_name = "DecoderGroup"
     _fields_ = (
-        *_fields("state streams", _POINTER),
-        *_fields("rank size", _INT32),
-        *_fields("attended recurred hidden gated vocabulary", Place),
+        ("ranks", Ranks),
+        *_fields("attended recurred hidden gated vocabulary expert_gated shared_gated", Place),
         *_fields("num_words num_turns norm_size", _INT64),
     )
 

@@ -1,8 +1,9 @@
 """Shard: one rank's part of a model: some of the heads, and some of the columns of each product's result.
 
 Results are split, but sums never are. So each number is computed by one rank, in the same order as in one process, and
-has the same bits. Only if all heads of Q, or of K, have one norm, each rank computes all of them. Any number of ranks
-up to the number of query heads works, and heads need not be divisible by it.
+has the same bits. Only if all heads of Q, or of K, have one norm, each rank computes all of them; and each computes the
+vectors of latent attention, and which experts a token has. Any number of ranks up to the number of query heads works,
+and heads need not be divisible by it.
 """
 
 import re
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from core.models.config import ModelConfig, RecurrentParts, RowOfHeads
+from core.models.config import XIELU_NAMES, ModelConfig, RecurrentParts, RowOfHeads
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.ranges import Range, part_of, split_heads
 from core.models.parts.recurrent_part import RecurrentPart, part_of_recurrent
@@ -20,7 +21,14 @@ from core.models.parts.weight_parts import WeightParts
 from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
-_HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.([qk])_norm\.weight")
+_OF_HEAD = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: What each rank has of a routed MLP as a whole: each chooses the experts of all tokens.
+_ROUTER = {
+    f"mlp.{name}" for name in ("router", "router_correction", "shared_expert_gate", "expert_scales", "router_norm")
+}
+#: What each rank has of latent attention as a whole: the vector that is cached, and that of queries.
+_LATENT = {f"self_attn.{name}" for name in ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")}
 #: Adjacent columns of a packed matrix (kernels/cpu/c/products/gemm.h). A rank gets whole panels if there are enough.
 _PANEL = 32
 
@@ -62,12 +70,11 @@ class Shard(NamedTuple):
     def rows(self, config: ModelConfig) -> dict[str, Sequence[Range]]:
         """Return the rank's rows of each matrix and vector of a layer, and of embeddings and head, by our name.
 
-        Names have no number of a layer and no ending. config: of the whole model.
+        Names have no number of a layer or of an expert, and no ending. config: of the whole model.
         """
         own_heads = self.heads(config)
         heads, kv_heads = (one.times(config.head_dim) for one in own_heads)
-        sizes = config.hidden_size, config.intermediate_size, config.vocab_size
-        hidden, gated, words = ([self.columns(size)] for size in sizes)
+        hidden, words = [self.columns(config.hidden_size)], [self.columns(config.vocab_size)]
         queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
         gates = [heads.moved(queries)] if config.output_gate else []
         rows: dict[str, Sequence[Range]] = {
@@ -76,16 +83,24 @@ class Shard(NamedTuple):
             "self_attn.v_proj": [kv_heads],
             "self_attn.qkv_proj": [heads, kv_heads.moved(queries), kv_heads.moved(queries + keys)],
             "self_attn.g_proj": [own_heads[0]],
+            "self_attn.sinks": [own_heads[0]],
             "self_attn.o_proj": hidden,
-            "mlp.gate_proj": gated,
-            "mlp.up_proj": gated,
-            "mlp.gate_up_proj": [*gated, gated[0].moved(config.intermediate_size)],
-            "mlp.down_proj": hidden,
             "lm_head": words,
             "model.embed_tokens": words,
         }
+        sizes_of_mlps = {"mlp": config.intermediate_size}
+        if (experts := config.experts) is not None:
+            sizes_of_mlps |= {"mlp.experts": experts.intermediate_size, "mlp.shared_expert": experts.shared_size}
+        for name, size in sizes_of_mlps.items():
+            gated = self.columns(size)
+            rows |= {f"{name}.{half}_proj": [gated] for half in ("gate", "up")}
+            rows |= {f"{name}.gate_up_proj": [gated, gated.moved(size)], f"{name}.down_proj": hidden}
         if config.qk_norm_of_rows:
             rows |= {"self_attn.q_proj": [Range(0, queries)], "self_attn.k_proj": [Range(0, keys)]}
+        if (latent := config.latent) is not None:
+            own = [own_heads[0].times(latent.plain_dim + latent.rotated_dim)]
+            rows |= {"self_attn.q_proj": own, "self_attn.q_b_proj": own}
+            rows["self_attn.kv_b_proj"] = [own_heads[0].times(latent.plain_dim + latent.value_dim)]
         if config.recurrent is not None:
             rows |= {**self.recurrent(config.recurrent).rows, "mixer.out_proj": hidden}
         return rows
@@ -104,27 +119,30 @@ class Shard(NamedTuple):
 class _ShardedParts(WeightParts):
     """The weight rows whose products are the rank's columns, and its part of the embeddings.
 
-    Norms are whole, except that per-head norms are those of its heads. Errors: ConfigError for an unknown weight of a
-    layer, because its part would be a guess.
+    Norms are whole, except that norms and matrices of single heads are those of its heads. Errors: ConfigError for an
+    unknown weight of a layer, because its part would be a guess.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Weight]], shard: Shard, config: ModelConfig) -> None:
         super().__init__(weights)
-        own_heads = shard.heads(config)
-        self._first_heads = {kind: own.first for kind, own in zip("qk", own_heads, strict=True)}
+        heads, kv_heads = shard.heads(config)
+        self._first_heads = dict.fromkeys(("q_norm", "k_b_proj", "v_b_proj"), heads.first) | {"k_norm": kv_heads.first}
         self._rows = shard.rows(config)
         self._whole = {"mixer.norm"} if config.recurrent is not None else set[str]()
+        self._whole |= {f"mlp.{name}" for name in XIELU_NAMES}
+        self._whole |= _ROUTER if config.experts is not None else set()
+        self._whole |= _LATENT if config.latent is not None else set()
         if config.qk_norm_of_rows:
             self._whole |= {"self_attn.q_norm", "self_attn.k_norm"}
         self._norm_shapes = {(config.hidden_size,), (config.head_dim,)}
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
-        if (match := _HEAD_NORM.fullmatch(name)) is not None:
+        if (match := _OF_HEAD.fullmatch(name)) is not None:
             prefix, head, kind = match.groups()
-            name = f"{prefix}.{self._first_heads[kind] + int(head)}.{kind}_norm.weight"
+            name = f"{prefix}.{self._first_heads[kind] + int(head)}.{kind}.weight"
             return super()._take((name,), name)
         weight = super()._take(names, name)
-        own_name = _LAYER.sub("", name).rpartition(".")[0]
+        own_name = _EXPERT.sub(".experts.", _LAYER.sub("", name)).rpartition(".")[0]
         own = self._rows.get(own_name)
         if own is None:
             if _LAYER.match(name) and weight.shape not in self._norm_shapes and own_name not in self._whole:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from core.model_files.parts import check_parts
@@ -14,7 +15,6 @@ from tests.core.runner.invariance_kinds import KINDS
     ("kind", "reason", "ranks", "stages"),
     [
         ("state space", "a table of positions", 2, 1),
-        ("recurrent layers with norms before", "the activation xIELU", 2, 1),
         ("shared keys and values", "layers that share K and V", 1, 2),
         ("gated delta", "=5 is more than the 4 heads of the recurrent layers", 5, 1),
         ("gated delta", "more than the model's 1 layers with attention: use at most 1", 1, 2),
@@ -23,3 +23,19 @@ from tests.core.runner.invariance_kinds import KINDS
 def test_what_cannot_be_split_is_named(kind: str, reason: str, ranks: int, stages: int) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_parts(Path("model"), EngineConfig(), KINDS[kind], ranks, stages)
+
+
+def test_ranks_are_no_more_than_the_columns_of_an_expert() -> None:
+    model = KINDS["shared experts"]
+    assert model.experts is not None
+    narrow = msgspec.structs.replace(model, experts=msgspec.structs.replace(model.experts, shared_size=3))
+    check_parts(Path("model"), EngineConfig(), narrow, 3, 1)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=4 is more than the 3 columns of an MLP of model"):
+        check_parts(Path("model"), EngineConfig(), narrow, 4, 1)
+
+
+@pytest.mark.parametrize("kind", ["experts", "latent attention", "soft caps"])
+def test_ranks_on_gpus_divide_less(kind: str) -> None:
+    check_parts(Path("model"), EngineConfig(), KINDS[kind], 2, 1)
+    with pytest.raises(ConfigError, match="which cannot be split among ranks"):
+        check_parts(Path("model"), EngineConfig(device="cuda"), KINDS[kind], 2, 1)

@@ -19,23 +19,30 @@ import pytest
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig
 from core.models.llama import Llama
-from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart
+from core.models.operations.weight_form import WeightForm
 from core.models.parts.ranges import part_of
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
-from core.models.step import ModelInputs, StepResult
+from core.models.step import ModelInputs, StepResult, TappedResult
 from ipc.errors import ConfigError
 from ipc.tables.arrays import Ints
+from ipc.tables.rounding import ceil_div
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.group import SeparateMemory, SharedMemory, make_shared_file
 from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.quantized import BlockRows, in_q8_0
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
 from kernels.recurrence import StateRows
 from tests.core.runner.invariance import KINDS, TINY
 
 BLOCK = 16
-#: As Nemotron-H, without experts.
-STATE_SPACE = msgspec.structs.replace(KINDS["state space"], experts=None, position_table=False)
+#: As Nemotron-H.
+STATE_SPACE = msgspec.structs.replace(KINDS["state space"], position_table=False)
+#: Experts of which two ranks have whole panels, and whose matrices consist of whole blocks.
+_EXPERTS = msgspec.structs.replace(
+    KINDS["experts"].experts, num_experts=6, intermediate_size=96, shared_size=64, has_shared_gate=True, dense_layers=()
+)
 
 
 def recurrent(kind: str, config: ModelConfig | None = None, **sizes: Any) -> ModelConfig:
@@ -48,7 +55,8 @@ def recurrent(kind: str, config: ModelConfig | None = None, **sizes: Any) -> Mod
 #: A Llama with 3 KV heads of 3 query heads each, head norms and biases (as Qwen 3 and 2), post norms with windows (as
 #: Gemma 3), layer normalisations with MLPs beside attention (as GPT-NeoX), heads with norms of their own (as
 #: Command-R+), norms of all heads together (as OLMo 2 and OLMo-Hybrid), gates of attention's output (as LFM3 and
-#: Qwen 3.5), and layers with recurrent states.
+#: Qwen 3.5), caps of logits (as Gemma 2), layers with recurrent states, routed MLPs (as Mixtral, Qwen3-Next, gpt-oss
+#: and Nemotron-H), and latent attention (as DeepSeek V2 and V3).
 MODELS = {
     "llama": msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3, head_dim=8, vocab_size=299),
     "qwen": msgspec.structs.replace(KINDS["head norms"], qkv_bias=True, tie_word_embeddings=False),
@@ -59,6 +67,17 @@ MODELS = {
     "gates": KINDS["gates of heads"],
     "olmo": KINDS["norms after"],
     "olmo hybrid": msgspec.structs.replace(KINDS["gated delta"], qk_norm=True, qk_norm_of_rows=True, output_gate=False),
+    "caps": KINDS["soft caps"],
+    "xielu": KINDS["recurrent layers with norms before"],
+    "experts": KINDS["experts"],
+    "experts with sinks": KINDS["sinks"],
+    "fused experts": msgspec.structs.replace(KINDS["experts"], fused_gate_up=True),
+    "experts and delta": msgspec.structs.replace(KINDS["gated delta"], experts=_EXPERTS),
+    "latent": KINDS["latent attention"],
+    "latent queries": KINDS["latent queries"],
+    "latent of two tensors": msgspec.structs.replace(
+        KINDS["latent queries"], latent=msgspec.structs.replace(KINDS["latent queries"].latent, is_split=True)
+    ),
     "convolutions": KINDS["short convolution"],
     "delta": KINDS["gated delta"],
     "delta in turns": recurrent("gated delta", num_heads=6, num_groups=3, takes_turns=True, channels=3 * 32 + 6 * 40),
@@ -67,7 +86,7 @@ MODELS = {
     ),
     "state space": STATE_SPACE,
     "state space of one group": recurrent(
-        "state space", STATE_SPACE, num_groups=1, channels=2 * 16 + 4 * 40, has_norm=False
+        "state space", msgspec.structs.replace(STATE_SPACE, experts=None), num_groups=1, channels=192, has_norm=False
     ),
 }
 
@@ -81,14 +100,27 @@ def library() -> Iterator[CpuLibrary]:
     library.start_threads(before)
 
 
-def build(library: CpuLibrary, config: ModelConfig, dtype: Dtype, rank: Rank | None = None) -> Llama:
+def build(
+    library: CpuLibrary,
+    config: ModelConfig,
+    dtype: Dtype,
+    rank: Rank | None = None,
+    *,
+    form: WeightForm = WeightForm.STORED,
+    in_blocks: bool = False,
+) -> Llama:
+    """in_blocks: matrices are stored as Q8_0."""
     generator = np.random.default_rng(7)
     weights = []
     for name, weight in open_weights("dummy", None, config, dtype).tensors:  # type: ignore[arg-type]
         if isinstance(weight, np.ndarray) and weight.ndim == 1:  # norms and biases that tell columns apart
             weight = (weight + generator.standard_normal(weight.shape, np.float32) / 8).astype(np.float32)
+        if in_blocks and weight.ndim == 2 and weight.shape[1] % 32 == 0:
+            blocks = in_q8_0(library, BlockRows("F32", to_floats(weight).view(np.uint8)))
+            assert blocks is not None, name
+            weight = StoredMatrix([StoredPart("Q8_0", blocks.data, weight.shape[1], library)])
         weights.append((name, weight))
-    return Llama(config, weights, dtype, "L2", library=library, rank=rank)
+    return Llama(config, weights, dtype, "L2", library=library, rank=rank, form=form)
 
 
 def digest(model: Llama, config: ModelConfig) -> str:
@@ -112,9 +144,12 @@ def digest(model: Llama, config: ModelConfig) -> str:
         found.update(np.asarray(result.largest).tobytes())
         return result
 
+    model.tap((model.config.num_hidden_layers, 1))
     prompt = np.arange(1, 13)[None]
     result = step(np.arange(100), [100], [100], prompt, np.array([99]))
     result = step(np.arange(100, 180), [80], [180], prompt, np.array([3, 79]))
+    if isinstance(result, TappedResult):
+        found.update(result.states_of(np.array([5, 78])).tobytes())
     found.update(result.logits_of(np.array([0, 5, 78])).tobytes())
     found.update(result.hidden_of(np.array([1, 2])).tobytes())
     found.update(result.logits.tobytes())  # they are still there
@@ -153,10 +188,28 @@ def test_logits_of_any_number_of_ranks_are_those_of_one(name: str, dtype: Dtype,
 
         assert in_group(size, run) == [expected] * size
         assert {model.variant for model in models.values()} == {alone.variant}  # and so the fingerprint
-        assert all(model.bytes_per_block(BLOCK) < alone.bytes_per_block(BLOCK) for model in models.values())
+        if config.latent is None:  # each rank has the whole latent vector
+            assert all(model.bytes_per_block(BLOCK) < alone.bytes_per_block(BLOCK) for model in models.values())
 
 
-@pytest.mark.parametrize("name", ["convolutions", "delta in turns", "state space of one group"])
+@pytest.mark.parametrize("form", [WeightForm.STORED, WeightForm.INT8], ids=["stored", "int8"])
+@pytest.mark.parametrize("name", ["experts and delta", "latent"])
+def test_packed_matrices_of_ranks(name: str, form: WeightForm, library: CpuLibrary) -> None:
+    config = MODELS[name]
+    options: dict[str, Any] = {"form": form, "in_blocks": True}
+    expected = digest(build(library, config, BFLOAT16, **options), config)
+    made = build(library, config, BFLOAT16)
+    assert expected != digest(made, config)  # it is another matrix
+    assert in_group(2, lambda rank: digest(build(library, config, BFLOAT16, rank, **options), config)) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("convolutions", "delta in turns", "state space of one group", "state space", "experts and delta"),
+        *("latent", "latent queries"),
+    ],
+)
 def test_states_of_ranks_that_share_no_memory_are_those_of_one(name: str, library: CpuLibrary) -> None:
     """Only the first rank has logits then, and no rank asks for more of them."""
     config = msgspec.structs.replace(MODELS[name], vocab_size=64)
@@ -168,15 +221,23 @@ def test_states_of_ranks_that_share_no_memory_are_those_of_one(name: str, librar
         assert at_once(ranks, lambda rank: last_states(build(library, config, FLOAT32, rank), config)) == [expected] * 2
 
 
-def last_states(model: Llama, config: ModelConfig) -> str:
-    """Return the hash of the hidden states of a prompt of 40 tokens."""
-    cache, states, count = model.allocate_cache(4, BLOCK), model.allocate_states(1), 40
-    positions, tables = np.arange(count), np.arange(1, 4, dtype=np.int32)[None]
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_meet_between_batches_of_rows_of_experts(size: int, library: CpuLibrary) -> None:
+    config, count = MODELS["experts and delta"], 1200  # more than two batches of 512
+    expected = last_states(build(library, config, BFLOAT16), config, count)
+    found = in_group(size, lambda rank: last_states(build(library, config, BFLOAT16, rank), config, count))
+    assert found == [expected] * size
+
+
+def last_states(model: Llama, config: ModelConfig, count: int = 40) -> str:
+    """Return the hash of the hidden states of a prompt of so many tokens."""
+    num_blocks = ceil_div(count, BLOCK) + 1
+    cache, states = model.allocate_cache(num_blocks, BLOCK), model.allocate_states(1)
+    positions, tables = np.arange(count), np.arange(1, num_blocks, dtype=np.int32)[None]
     work = model.attention_metadata(np.array([count]), np.array([count]), tables, cache)
-    assert states is not None
-    requests = StateRows(states, np.zeros(1, np.int64), np.array([0, count]))
+    requests = None if states is None else StateRows(states, np.zeros(1, np.int64), np.array([0, count]))
     ids, slots = positions % config.vocab_size, positions + BLOCK
-    rows = np.array([7, count - 1])
+    rows = np.append(np.arange(7, count - 1, 20), count - 1)
     result = model.forward(ModelInputs(ids, positions, slots, work, cache, rows, requests=requests))
     return hashlib.sha256(result.hidden_of(rows).tobytes()).hexdigest()
 
@@ -241,7 +302,7 @@ def test_rows_of_a_stored_matrix_of_parts() -> None:
 
 
 def test_a_weight_that_is_not_known_is_refused() -> None:
-    """Its part would be guessed: of experts, of norms with a weight for each head."""
+    """Its part would be guessed: of experts that the config does not have, of norms with a weight for each head."""
     parts = {
         "model.layers.1.mlp.experts.3.gate_proj.weight": np.zeros((4, 96), np.float32),
         "model.layers.0.self_attn.q_norm.weight": np.zeros(TINY.num_attention_heads * TINY.head_dim * 2, np.float32),

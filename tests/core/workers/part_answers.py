@@ -71,6 +71,43 @@ STATE_SPACE = {
     "num_local_experts": 0,
     "shared_intermediate_size": 160,
 }
+#: Qwen 3.5 with experts, and a layer for multi-token prediction.
+ROUTED = {
+    **HYBRID,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 80,
+    "shared_expert_intermediate_size": 48,
+    "mtp_num_hidden_layers": 1,
+}
+#: DeepSeek V3: latent attention, a dense first layer, groups of experts, and a layer for multi-token prediction.
+LATENT = {
+    **MODEL,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 72,
+    "routed_scaling_factor": 2.0,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+}
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float32",
@@ -105,12 +142,14 @@ def answers(
     config: EngineConfig,
     disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None,
     least_accepted: int = 0,
+    least_drafts: int = 0,
     sent: list[AddRequest] | None = None,
     adapters: Sequence[AdapterWeights] = (),
 ) -> list[Any]:
     """Return all that comes for the requests, by request: tokens, log probabilities, ends.
 
-    least_accepted: so many drafts are right, at least. sent: None = all of requests(). adapters: those that they name.
+    least_accepted: so many drafts are right, at least. least_drafts: so many are made, at least. sent: None = all of
+    requests(). adapters: those that they name.
     """
     executor = load_executor(config)
     for weights in adapters:
@@ -147,6 +186,7 @@ def answers(
         stats = engine.scheduler.stats
         assert stats.num_swapped_out_blocks > 0
         assert stats.num_accepted_tokens >= least_accepted, (stats.num_draft_tokens, stats.num_accepted_tokens)
+        assert stats.num_draft_tokens >= least_drafts, stats.num_draft_tokens
         return [executor.info.fingerprint, sorted(tokens.items()), sorted(values.items())]
     finally:
         executor.close()

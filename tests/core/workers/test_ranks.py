@@ -18,7 +18,16 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from kernels.cpu.group import make_shared_file
-from tests.core.workers.part_answers import CONVOLUTIONS, HYBRID, STATE_SPACE, answers, config_of, kill
+from tests.core.workers.part_answers import (
+    CONVOLUTIONS,
+    HYBRID,
+    LATENT,
+    ROUTED,
+    STATE_SPACE,
+    answers,
+    config_of,
+    kill,
+)
 
 
 def test_every_bit_is_that_of_one_process(folder: str, alone: list[Any]) -> None:
@@ -56,9 +65,20 @@ def test_workers_keep_the_states_of_recurrent_layers(
     assert answers(config, {9: kill(0)}, least_accepted=9) == hybrid_alone
 
 
+@pytest.mark.parametrize("own", [ROUTED, LATENT], ids=["routed", "latent"])
+def test_ranks_divide_routed_mlps_and_latent_attention(tmp_path: Path, own: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    alone = answers(config_of(str(tmp_path), 1))
+    assert answers(config_of(str(tmp_path), 2, threads=1 + (own is ROUTED)), {9: kill(1)}) == alone
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("own", [HYBRID, CONVOLUTIONS, STATE_SPACE], ids=["delta", "convolutions", "state space"])
+@pytest.mark.parametrize(
+    "own",
+    [HYBRID, CONVOLUTIONS, STATE_SPACE, ROUTED, LATENT],
+    ids=["delta", "convolutions", "state space", "routed", "latent"],
+)
 @pytest.mark.parametrize(("ranks", "stages"), [(2, 1), (3, 1), (1, 2), (2, 2)])
 def test_states_at_any_shape_and_whichever_worker_dies(
     tmp_path: Path, ranks: int, stages: int, own: dict[str, Any], dtype: str
@@ -128,8 +148,6 @@ def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPa
         patch.setattr("core.workers.executor.WorkersExecutor", None)
         with pytest.raises(ConfigError, match="tensor_parallel_size=99 is more than the 4 query heads"):
             load_executor(config_of(folder, 99))
-    with pytest.raises(ConfigError, match="leave pipeline_parallel_size out"):
-        config_of(folder, 1, pipeline_parallel_size=2, speculative_config={"method": "eagle3", "model": "m"})
 
 
 def test_ranks_are_placed_on_nodes() -> None:

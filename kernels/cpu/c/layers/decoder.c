@@ -243,11 +243,13 @@ static void apply_output_gate(const Share *share) {
     pool_barrier();
 }
 
-/* End attention: attended_of() can be read then. */
+/* End attention: attended_of() can be read then. What ranks gather of latent attention is the values of all heads. */
 static void finish_attention(const Share *share) {
     pool_barrier();
     if (share->layer->output_gate) apply_output_gate(share);
-    if (share->decoder->group) gather_attended(share);
+    if (!share->decoder->group) return;
+    const void *own = own_attended_of(share);
+    gather_attended(share, share->layer->latent ? expand_values(share, own) : own);
 }
 
 /* Compute a layer up to attention from x: q, and K and V in the cache. */
@@ -295,7 +297,7 @@ static const NormWeights *norm_after(const Share *share) {
 static void add_attention(const Share *share, const void *attended) {
     const DecoderLayer *layer = share->layer;
     const DecoderGroup *group = share->decoder->group;
-    if (layer->latent) attended = expand_values(share, attended);
+    if (layer->latent && !group) attended = expand_values(share, attended);
     multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
                      layer->lacks_mlp || (layer->experts && !layer->beside) ? NULL : &layer->gate_up);
     gather(share, share->step->added, group ? &group->hidden : NULL, layer->o.y_dtype);
@@ -378,8 +380,12 @@ static void end_layer(const Share *share) {
 /* Compute the routed MLP from x, for all rows together. */
 static void run_experts(const Share *share) {
     const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
     const void *router_x = share->layer->beside ? step->router_x : NULL;
-    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows, router_x};
+    ExpertsGroup own = {0};
+    if (group) own = (ExpertsGroup){&group->ranks, &group->hidden, &group->expert_gated, &group->shared_gated};
+    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows, router_x,
+                              group ? &own : NULL};
     pool_barrier();
     experts_part(&args, share->thread, share->num_threads);
     pool_barrier();
@@ -407,7 +413,7 @@ static void begin_next_layer(const Share *share) {
  * all tokens, hidden to last_hidden, and their adapters. Return the first. */
 static const void *pick_rows(const Share *share) {
     const DecoderStep *step = share->step;
-    const Latent *latent = share->layer->latent;
+    const Latent *latent = share->decoder->group ? NULL : share->layer->latent;
     const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
     const int64_t bytes = width * element_bytes(share->decoder->dtype), hidden_size = share->decoder->hidden_size;
     const char *attended = attended_of(share);
@@ -435,25 +441,24 @@ static void go_to_next_layer(const Share *share) {
     begin_next_layer(share);
 }
 
-static void cap_logits(const Share *share) {
-    const Decoder *decoder = share->decoder;
-    const SoftCap args = {share->step->logits, share->num_rows, decoder->head.num_columns, decoder->logits_cap};
-    soft_cap_part(&args, share->thread, share->num_threads);
-}
-
-/* Find the largest logits now: if threads divide rows, they are still in the cache of the thread that wrote them. */
-static void find_largest_logits(const Share *share) {
+/* Cap the logits and find the largest now: if threads divide rows, they are still in the cache of the thread that wrote
+ * them. */
+static void finish_logits(const Share *share) {
     const DecoderStep *step = share->step;
-    const DecoderGroup *group = share->decoder->group;
+    const Decoder *decoder = share->decoder;
+    const DecoderGroup *group = decoder->group;
     int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
-    int64_t size = group ? group->vocabulary.width : share->decoder->head.num_columns;
-    if (group && !group->streams) { /* ranks divide the rows, then the rank's threads do */
-        const int64_t first = share->num_rows * group->rank / group->size;
-        const int64_t rows = share->num_rows * (group->rank + 1) / group->size - first;
+    const int64_t size = group ? group->vocabulary.width : decoder->head.num_columns;
+    if (group && !group->ranks.streams) { /* ranks divide the rows, then the rank's threads do */
+        const int64_t first = share->num_rows * group->ranks.rank / group->ranks.size;
+        const int64_t rows = share->num_rows * (group->ranks.rank + 1) / group->ranks.size - first;
         begin = first + rows * share->thread / share->num_threads;
         end = first + rows * (share->thread + 1) / share->num_threads;
     }
-    find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
+    float *logits = step->logits + begin * size;
+    const SoftCap cap = {logits, end - begin, size, decoder->logits_cap};
+    if (decoder->logits_cap != 0.0f) soft_cap_part(&cap, 0, 1);
+    if (step->largest) find_largest(logits, end - begin, size, step->largest + begin);
 }
 
 /* Finish the step for the rows that have logits, after the last layer's MLP: final norm and head. */
@@ -466,12 +471,12 @@ static void run_head(const Share *share) {
     go_on_by_rows(share);
     multiply(share, &decoder->head, step->x, step->logits, group ? &group->vocabulary : NULL, NULL, NULL);
     if (group) gather_columns(share, step->logits, &group->vocabulary, sizeof(float), 1);
-    const int is_split = group && !group->streams;
-    if (group && !is_split && group->rank) return; /* only rank 0 has them */
-    if (decoder->logits_cap != 0.0f || step->largest) go_on_by_rows(share);
-    if (decoder->logits_cap != 0.0f) cap_logits(share);
-    if (step->largest) find_largest_logits(share);
-    if (step->largest && is_split) wait_for_group(share);
+    const int is_split = group && !group->ranks.streams;
+    if (group && !is_split && group->ranks.rank) return; /* only rank 0 has them */
+    if (decoder->logits_cap == 0.0f && !step->largest) return;
+    go_on_by_rows(share);
+    finish_logits(share);
+    if (is_split) wait_for_group(share);
 }
 
 static void finish_step(const Share *share) {
@@ -568,6 +573,8 @@ static void step_job(void *args, int thread, int num_threads) {
 static void logits_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
     Share share = share_of(step, last_of_all_rows(step) - step->decoder->layers, thread, num_threads);
+    const DecoderGroup *group = step->decoder->group;
+    if (group && !group->ranks.streams) wait_for_group(&share); /* others may still read what was computed before */
     if (step->is_narrow) {
         attend(&share, 0);
         finish_attention(&share);

@@ -53,19 +53,12 @@ typedef struct {
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
 enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, OUTPUT_GATE_PRODUCT = 4, LAYER_PRODUCTS = 5 };
 
-/* Where a rank's columns are in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
-typedef struct {
-    int64_t first, width;
-    const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width */
-} Place;
-
 /* A group of ranks of which this process is one. The products of its layers have the rank's columns only, but take whole
  * inputs, and its heads are the rank's. The table of embeddings has the rank's part of the vocabulary. */
 typedef struct {
-    void *state;          /* of group_wait() */
-    GroupStreams *streams; /* instead of memory that all ranks share; or NULL */
-    int32_t rank, size;
+    Ranks ranks;
     Place attended, recurred, hidden, gated, vocabulary; /* of attention; of recurrences; of o and down; of gate_up; of the head */
+    Place expert_gated, shared_gated; /* of gate_up of experts, and of the shared one */
     int64_t num_words;    /* of the rank's part of the vocabulary, from vocabulary.first on */
     int64_t num_turns;    /* of recurrences: a row has so many parts, of which recurred is one, with heads of all groups */
     int64_t norm_size;    /* of a STATE_SPACE of all ranks: numbers that are normalised together */
@@ -83,7 +76,7 @@ typedef struct {
     const float *kinds, *places;
     int64_t num_words;
     const DecoderGroup *group; /* NULL = there is no group. Otherwise embedded, attended, gated, added, logits and
-                                * largest of a step are in memory that all ranks share, or are exchanged by streams;
+                                * largest of a step, and what experts gate, are in memory that all ranks share, or are exchanged by streams;
                                 * then only rank 0 has logits and largest */
     float residual_multiplier; /* see norm.h */
     float logits_cap;          /* see soft_cap.h; 0 = none */

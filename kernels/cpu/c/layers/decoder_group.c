@@ -3,45 +3,10 @@
 #include "threads/group.h"
 #include "threads/pool.h"
 
-void wait_for_group(const Share *share) {
-    const DecoderGroup *group = share->decoder->group;
-    pool_barrier();
-    if (share->thread == 0) group_wait(group->state, group->size);
-    pool_barrier();
-}
-
-/* Copy the columns of a rank in y to its part, or back. */
-static void copy_part(char *part, char *y, const Place *place, int rank, int64_t rows, int64_t element, int is_back) {
-    const int64_t bytes = (place->bounds[rank + 1] - place->bounds[rank]) * element;
-    for (int64_t row = 0; row < rows; row++) {
-        char *columns = y + (row * place->width + place->bounds[rank]) * element;
-        memcpy(is_back ? columns : part + row * bytes, is_back ? part + row * bytes : columns, bytes);
-    }
-}
-
-/* Exchange the columns of y [num_rows, width] with ranks that share no memory. to_first: only rank 0 gets them. */
-static void exchange_columns(const Share *share, char *y, const Place *place, int64_t element, int to_first) {
-    GroupStreams *streams = share->decoder->group->streams;
-    const int64_t rows = share->num_rows;
-    int64_t ends[MAX_RANKS + 1];
-    for (int rank = 0; rank <= streams->size; rank++) ends[rank] = place->bounds[rank] * rows * element;
-    char *room = group_room(streams, ends[streams->size]);
-    copy_part(room + ends[streams->rank], y, place, streams->rank, rows, element, 0);
-    group_exchange(streams, ends, to_first);
-    if (to_first && streams->rank) return;
-    for (int rank = 0; rank < streams->size; rank++) {
-        if (rank != streams->rank) copy_part(room + ends[rank], y, place, rank, rows, element, 1);
-    }
-}
+void wait_for_group(const Share *share) { group_wait_all(&share->decoder->group->ranks, share->thread); }
 
 void gather_columns(const Share *share, void *y, const Place *place, int64_t element, int to_first) {
-    if (!share->decoder->group->streams) {
-        wait_for_group(share);
-        return;
-    }
-    pool_barrier();
-    if (share->thread == 0) exchange_columns(share, y, place, element, to_first);
-    pool_barrier();
+    group_gather(&share->decoder->group->ranks, y, share->num_rows, place, element, to_first, share->thread);
 }
 
 /* Exchange the rows of `embedded` with ranks that share no memory: each has those of its part of the vocabulary. */
@@ -49,23 +14,23 @@ static void exchange_embedded(const Share *share) {
     const DecoderStep *step = share->step;
     const DecoderGroup *group = share->decoder->group;
     const int64_t *bounds = group->vocabulary.bounds, row_bytes = share->decoder->hidden_size * sizeof(float);
-    char *room = group_room(group->streams, step->num_tokens * row_bytes);
+    char *room = group_room(group->ranks.streams, step->num_tokens * row_bytes);
     int64_t ends[MAX_RANKS + 1];
     for (int pass = 0; pass < 2; pass++) { /* own rows to the room, then those of others from it */
         int64_t at = 0;
-        for (int rank = 0; rank < group->size; rank++) {
+        for (int rank = 0; rank < group->ranks.size; rank++) {
             ends[rank] = at;
             for (int64_t row = 0; row < step->num_tokens; row++) {
                 const int64_t id = step->token_ids[row];
                 if (id < bounds[rank] || id >= bounds[rank + 1]) continue;
                 char *embedded = (char *)step->embedded + row * row_bytes;
-                if (pass == 0 && rank == group->rank) memcpy(room + at, embedded, row_bytes);
-                if (pass == 1 && rank != group->rank) memcpy(embedded, room + at, row_bytes);
+                if (pass == 0 && rank == group->ranks.rank) memcpy(room + at, embedded, row_bytes);
+                if (pass == 1 && rank != group->ranks.rank) memcpy(embedded, room + at, row_bytes);
                 at += row_bytes;
             }
         }
-        ends[group->size] = at;
-        if (pass == 0) group_exchange(group->streams, ends, 0);
+        ends[group->ranks.size] = at;
+        if (pass == 0) group_exchange(group->ranks.streams, ends, 0);
     }
 }
 
@@ -81,7 +46,7 @@ static void gather_common_norm(const Share *share) {
     pool_barrier();
 }
 
-void gather_attended(const Share *share) {
+void gather_attended(const Share *share, const void *from) {
     const DecoderGroup *group = share->decoder->group;
     if (has_common_norm(share)) {
         gather_common_norm(share);
@@ -94,7 +59,7 @@ void gather_attended(const Share *share) {
     Share parts = *share; /* a row of each turn is a row here */
     if (share->layer->recurrence) parts.num_rows *= group->num_turns;
     for (int64_t row = first_row(&parts, share->thread); row < first_row(&parts, share->thread + 1); row++)
-        memcpy(out + row * stride, (const char *)share->step->own_attended + row * own, own);
+        memcpy(out + row * stride, (const char *)from + row * own, own);
     gather_columns(&parts, share->step->attended, place, bytes, 0);
 }
 
@@ -108,7 +73,7 @@ void embed_in_group(const Share *share, Embedding args) {
         args.ids = &id, args.out = step->embedded + row * args.width;
         embedding_part(&args, 0, 1);
     }
-    if (share->decoder->group->streams) {
+    if (share->decoder->group->ranks.streams) {
         pool_barrier();
         if (share->thread == 0) exchange_embedded(share);
         pool_barrier();

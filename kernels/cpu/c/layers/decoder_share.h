@@ -36,7 +36,7 @@ INLINE int is_in_tail(const Share *share) { return share->tokens && share->layer
 
 /* Return how many columns the rank has at a place. */
 INLINE int64_t own_columns(const DecoderGroup *group, const Place *place) {
-    return place->bounds[group->rank + 1] - place->first;
+    return place->bounds[group->ranks.rank + 1] - place->first;
 }
 
 /* Wait for all threads of all ranks. */
@@ -63,8 +63,9 @@ INLINE char *attended_of(const Share *share) {
     return has_common_norm(share) ? share->step->own_attended : share->step->attended;
 }
 
-/* Take what all ranks have of the layer's attention: into attended, or own_attended if they have a common norm. */
-void gather_attended(const Share *share);
+/* Take what all ranks have of the layer's attention: into attended, or own_attended if they have a common norm. from: what
+ * this rank has. */
+void gather_attended(const Share *share, const void *from);
 
 /* Embed the tokens that this rank has; then take all tokens' embeddings. */
 void embed_in_group(const Share *share, Embedding args);

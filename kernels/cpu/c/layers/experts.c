@@ -8,6 +8,7 @@
 typedef struct {
     const Experts *experts;
     const ExpertsRoom *room;
+    const ExpertsGroup *group;
     const char *x, *router_x;
     char *y;
     int64_t num_rows;
@@ -96,15 +97,18 @@ typedef struct {
     const Gemm *weights, *shared; /* shared: NULL = there is none */
     const void *x, *shared_x;
     void *y, *shared_y;
+    const Place *place, *shared_place; /* of a rank's columns in y and shared_y; NULL = they are all */
 } Stage;
 
-/* Return a product with num_rows rows of x and y from row `first` on. quantized: of x's first row. */
-static Gemm product_of(const Batch *batch, const Gemm *weights, const void *x, void *y, int64_t first, int64_t num_rows,
-                       int64_t quantized) {
+/* Return a product with num_rows rows of x and y from row `first` on. place: of the columns in y; NULL = they are all of y.
+ * quantized: of x's first row. */
+static Gemm product_of(const Batch *batch, const Gemm *weights, const void *x, void *y, const Place *place, int64_t first,
+                       int64_t num_rows, int64_t quantized) {
     Gemm args = *weights;
     args.x_stride = args.depth, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
+    if (place) args.y_stride = place->width;
     args.x = (const char *)x + first * args.x_stride * element_bytes(args.dtype);
-    args.y = (char *)y + first * args.y_stride * element_bytes(args.y_dtype);
+    args.y = (char *)y + (first * args.y_stride + (place ? place->first : 0)) * element_bytes(args.y_dtype);
     args.num_rows = num_rows;
     args.quantized_stride = batch->room->quantized_stride;
     if (batch->room->quantized)
@@ -116,12 +120,13 @@ static int64_t num_gathered(const Batch *batch) { return batch->num_rows * batch
 
 static Gemm product_of_expert(const Batch *batch, const Stage *stage, int expert) {
     const int32_t *starts = batch->room->starts;
-    return product_of(batch, stage->weights + expert, stage->x, stage->y, starts[expert],
+    return product_of(batch, stage->weights + expert, stage->x, stage->y, stage->place, starts[expert],
                       starts[expert + 1] - starts[expert], 0);
 }
 
 static Gemm product_of_shared(const Batch *batch, const Stage *stage) {
-    return product_of(batch, stage->shared, stage->shared_x, stage->shared_y, 0, batch->num_rows, num_gathered(batch));
+    return product_of(batch, stage->shared, stage->shared_x, stage->shared_y, stage->shared_place, 0, batch->num_rows,
+                      num_gathered(batch));
 }
 
 /* Quantize a thread's share of the product's rows of x. */
@@ -135,7 +140,8 @@ static void quantize_rows(const Batch *batch, Gemm args, int64_t num_rows) {
 static int quantize(const Batch *batch, const Stage *stage) {
     int is_routed = 0, is_shared = stage->shared && stage->shared->packing == INT8_WEIGHTS;
     for (int i = 0; i < batch->experts->routing.num_experts; i++) is_routed |= stage->weights[i].packing == INT8_WEIGHTS;
-    if (is_routed) quantize_rows(batch, product_of(batch, stage->weights, stage->x, stage->y, 0, 0, 0), num_gathered(batch));
+    if (is_routed)
+        quantize_rows(batch, product_of(batch, stage->weights, stage->x, stage->y, NULL, 0, 0, 0), num_gathered(batch));
     if (is_shared) quantize_rows(batch, product_of_shared(batch, stage), batch->num_rows);
     return is_routed | is_shared;
 }
@@ -183,15 +189,16 @@ static Floats add_weighted(const float *from, int i, int count, float weight, Fl
     return multiply_add(numbers, all_floats(weight), sum);
 }
 
-/* y of a thread's rows = the weighted sums of their experts' results. */
+/* y of a thread's rows = the weighted sums of their experts' results, of a rank in its columns. */
 static void combine(const Batch *batch) {
-    const int num_chosen = batch->experts->routing.num_chosen, width = batch->experts->width;
+    const int num_chosen = batch->experts->routing.num_chosen, width = batch->experts->down->num_columns;
+    const int64_t first = batch->group ? batch->group->y->first : 0;
     const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);
     for (int64_t row = share_of(batch->num_rows, batch->thread, batch->num_threads); row < end; row++) {
         const float *weights = batch->room->weights + row * num_chosen;
         const int32_t *places = batch->room->places + row * num_chosen;
         const float shared = batch->experts->has_shared_gate ? sigmoid_of(shared_logit(batch, row)) : 1.0f;
-        char *y = batch->y + row * width * element_bytes(batch->dtype);
+        char *y = batch->y + (row * batch->experts->width + first) * element_bytes(batch->dtype);
         for (int i = 0; i < width; i += LANES) {
             const int count = width - i; /* at most LANES are added */
             Floats sum = all_floats(0.0f);
@@ -207,13 +214,28 @@ static void combine(const Batch *batch) {
     }
 }
 
+/* Wait until the stage's results are complete: of a rank, with the columns of the others. */
+static void finish_stage(const Batch *batch, const Stage *stage) {
+    if (!stage->place) {
+        pool_barrier();
+        return;
+    }
+    const Ranks *ranks = batch->group->ranks;
+    const int64_t bytes = element_bytes(stage->weights->y_dtype);
+    group_gather(ranks, stage->y, num_gathered(batch), stage->place, bytes, 0, batch->thread);
+    if (stage->shared && ranks->streams) /* memory that ranks share is complete after the first wait */
+        group_gather(ranks, stage->shared_y, batch->num_rows, stage->shared_place, bytes, 0, batch->thread);
+}
+
 static void run_batch(const Batch *batch) {
     const Experts *experts = batch->experts;
     const ExpertsRoom *room = batch->room;
+    const ExpertsGroup *group = batch->group;
     const Gemm *shared = experts->shared;
-    const Stage gate_up = {experts->gate_up, shared, room->gathered, batch->x, room->gated, room->shared_gated};
+    const Stage gate_up = {experts->gate_up, shared, room->gathered, batch->x, room->gated, room->shared_gated,
+                           group ? group->gated : NULL, group ? group->shared_gated : NULL};
     const Stage down = {experts->down, shared ? shared + 1 : NULL, room->gated, room->shared_gated, room->results,
-                        room->shared_results};
+                        room->shared_results, NULL, NULL};
     route(batch);
     pool_barrier();
     choose_rows(batch);
@@ -223,10 +245,11 @@ static void run_batch(const Batch *batch) {
     gather(batch);
     pool_barrier();
     multiply(batch, &gate_up);
-    pool_barrier();
+    finish_stage(batch, &gate_up);
     multiply(batch, &down);
-    pool_barrier();
+    finish_stage(batch, &down);
     combine(batch);
+    if (group) group_gather(group->ranks, batch->y, batch->num_rows, group->y, element_bytes(batch->dtype), 0, batch->thread);
 }
 
 void experts_part(const ExpertsStep *args, int thread, int num_threads) {
@@ -236,7 +259,7 @@ void experts_part(const ExpertsStep *args, int thread, int num_threads) {
     for (int64_t row = 0; row < args->num_rows; row += EXPERT_ROWS) {
         const int64_t left = args->num_rows - row;
         const char *x = args->x, *router_x = args->router_x ? args->router_x : args->x;
-        const Batch batch = {experts, args->room, x + row * bytes, router_x + row * bytes, (char *)args->y + row * bytes,
+        const Batch batch = {experts, args->room, args->group, x + row * bytes, router_x + row * bytes, (char *)args->y + row * bytes,
                              left < EXPERT_ROWS ? left : EXPERT_ROWS, dtype, thread, num_threads};
         if (row > 0) pool_barrier(); /* the room is in use until all have combined */
         run_batch(&batch);

@@ -87,7 +87,7 @@ EXPORT const StructField struct_fields[] = {
     FIELD(shared_results)
 #undef STRUCT
 #define STRUCT ExpertsStep
-    WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows) FIELD(router_x)
+    WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows) FIELD(router_x) FIELD(group)
 #undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
@@ -119,9 +119,12 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT GroupStreams
     WHOLE FIELD(fds) FIELD(room) FIELD(room_bytes) FIELD(rank) FIELD(size)
 #undef STRUCT
+#define STRUCT Ranks
+    WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size)
+#undef STRUCT
 #define STRUCT DecoderGroup
-    WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size) FIELD(attended) FIELD(recurred) FIELD(hidden) FIELD(gated)
-    FIELD(vocabulary) FIELD(num_words) FIELD(num_turns) FIELD(norm_size)
+    WHOLE FIELD(ranks) FIELD(attended) FIELD(recurred) FIELD(hidden) FIELD(gated) FIELD(vocabulary) FIELD(expert_gated)
+    FIELD(shared_gated) FIELD(num_words) FIELD(num_turns) FIELD(norm_size)
 #undef STRUCT
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)

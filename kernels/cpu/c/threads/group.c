@@ -6,10 +6,12 @@
 #include <poll.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "threads/pool.h"
 #include "threads/spinning.h"
 #include "math/vectors.h"
 
@@ -116,4 +118,44 @@ void group_exchange(GroupStreams *streams, const int64_t *ends, int to_first) {
         sleep_on(streams, left);
         end = 0;
     }
+}
+
+void group_wait_all(const Ranks *ranks, int thread) {
+    pool_barrier();
+    if (thread == 0) group_wait(ranks->state, ranks->size);
+    pool_barrier();
+}
+
+/* Copy the columns of a rank in y to its part, or back. */
+static void copy_part(char *part, char *y, const Place *place, int rank, int64_t rows, int64_t element, int is_back) {
+    const int64_t bytes = (place->bounds[rank + 1] - place->bounds[rank]) * element;
+    for (int64_t row = 0; row < rows; row++) {
+        char *columns = y + (row * place->width + place->bounds[rank]) * element;
+        memcpy(is_back ? columns : part + row * bytes, is_back ? part + row * bytes : columns, bytes);
+    }
+}
+
+/* Exchange the columns of y with ranks that share no memory. */
+static void exchange_columns(GroupStreams *streams, char *y, int64_t rows, const Place *place, int64_t element,
+                             int to_first) {
+    int64_t ends[MAX_RANKS + 1];
+    for (int rank = 0; rank <= streams->size; rank++) ends[rank] = place->bounds[rank] * rows * element;
+    char *room = group_room(streams, ends[streams->size]);
+    copy_part(room + ends[streams->rank], y, place, streams->rank, rows, element, 0);
+    group_exchange(streams, ends, to_first);
+    if (to_first && streams->rank) return;
+    for (int rank = 0; rank < streams->size; rank++) {
+        if (rank != streams->rank) copy_part(room + ends[rank], y, place, rank, rows, element, 1);
+    }
+}
+
+void group_gather(const Ranks *ranks, void *y, int64_t num_rows, const Place *place, int64_t element, int to_first,
+                  int thread) {
+    if (!ranks->streams) {
+        group_wait_all(ranks, thread);
+        return;
+    }
+    pool_barrier();
+    if (thread == 0) exchange_columns(ranks->streams, y, num_rows, place, element, to_first);
+    pool_barrier();
 }

@@ -10,11 +10,6 @@
 
 enum { GROUP_STATE_BYTES = 4096 }; /* of shared memory, zero at first */
 
-/* Wait until all `size` ranks have called this, each with one thread. Their writes before it are visible after it.
- * It spins for tens of microseconds and then sleeps. If a rank dies, the others stay asleep until their owner ends
- * them. */
-void group_wait(void *state, int32_t size);
-
 /* The streams between ranks that share no memory: they are on several machines. Each rank has its own buffers. */
 typedef struct {
     const int32_t *fds; /* [size] a connected stream socket to each other rank */
@@ -24,6 +19,32 @@ typedef struct {
 } GroupStreams;
 
 enum { MAX_RANKS = 256 };
+
+/* The ranks of a group, of which this process is one. */
+typedef struct {
+    void *state;           /* of group_wait() */
+    GroupStreams *streams; /* instead of memory that all ranks share; or NULL */
+    int32_t rank, size;
+} Ranks;
+
+/* Where a rank's columns are in a result of a group: from `first` on, of `width` columns of all ranks. */
+typedef struct {
+    int64_t first, width;
+    const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width */
+} Place;
+
+/* Wait until all `size` ranks have called this, each with one thread. Their writes before it are visible after it.
+ * It spins for tens of microseconds and then sleeps. If a rank dies, the others stay asleep until their owner ends
+ * them. */
+void group_wait(void *state, int32_t size);
+
+/* Wait for all threads of all ranks, which share memory. All threads of the pool call this. */
+void group_wait_all(const Ranks *ranks, int thread);
+
+/* Wait for all threads of all ranks, and for the columns of y [num_rows, place->width], whose elements have so many bytes,
+ * that others have. to_first: only rank 0 gets them, if ranks share no memory. All threads of the pool call this. */
+void group_gather(const Ranks *ranks, void *y, int64_t num_rows, const Place *place, int64_t element, int to_first,
+                  int thread);
 
 /* Return room for the parts of all ranks in an exchange, one after the other; its content may be lost. */
 char *group_room(GroupStreams *streams, int64_t bytes);
