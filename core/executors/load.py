@@ -9,8 +9,10 @@ import msgspec
 
 from core.execution.executor import ModelInfo
 from core.model_files.assistant import is_assistant, load_assistant
-from core.model_files.draft_head import load_eagle3, load_mtp
+from core.model_files.draft_head import head_taps, load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model, load_update
+from core.model_files.model_config import read_model_config
+from core.model_files.model_ends import ReadEnds
 from core.models.assistant import Assistant
 from core.models.draft_head import DraftHead
 from core.models.interface import Model
@@ -105,10 +107,10 @@ def load_new_weights(path: Path | None, loaded: Loaded, config: EngineConfig, fi
     return Loaded(model, info, source, loaded.dtype)
 
 
-def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | Head | None:
+def load_drafting_model(config: EngineConfig, loaded: Loaded, *, is_part: bool = False) -> Model | Head | None:
     """Load the draft model, head or assistant of speculative_config in the target's dtype; None: it needs none.
 
-    Errors: those of load(), and ConfigError if it does not fit the target.
+    is_part: the target is a part of the model. Errors: those of load(), and ConfigError if it does not fit the target.
     """
     settings = config.speculative_config
     if settings is None or not settings.runs_model:
@@ -120,9 +122,14 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | Head | 
                 f"speculative_config: method {settings.method!r} needs a model of a built-in architecture; "
                 f"{config.model} is none"
             )
-        path = resolve_model(settings.model or config.model)
-        load: Callable[[Path, Llama, bool], Head] = load_mtp if settings.method == "mtp" else load_eagle3
-        return (load_assistant if is_assistant(path) else load)(path, loaded.model, is_made_up)
+        path, own = resolve_model(settings.model or config.model), resolve_model(config.model)
+        target = loaded.model
+        if is_assistant(path):  # parts of a model have none; see check_parts()
+            return load_assistant(path, target, is_made_up)
+        load = load_mtp if settings.method == "mtp" else load_eagle3
+        model = read_model_config(own, config.mmproj) if is_part else target.config
+        ends = ReadEnds(own, model, config, target) if is_part else None
+        return load(path, model, target, is_made_up=is_made_up, ends=ends)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
     given = {"model": settings.model, "load_format": load_format, "model_impl": "native", "mmproj": None}
@@ -136,6 +143,17 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | Head | 
             f"{loaded.model.vocab_size}: use one with the same vocabulary"
         )
     return model
+
+
+def tap_for_head(config: EngineConfig, model: Llama) -> None:
+    """Let a part of a model keep the hidden states that a draft head in another process reads, if there is one.
+
+    Errors: those of load_drafting_model().
+    """
+    settings = config.speculative_config
+    if settings is not None and settings.runs_head:
+        whole = read_model_config(resolve_model(config.model), config.mmproj)
+        model.tap(head_taps(resolve_model(settings.model or config.model), settings.method, whole))
 
 
 def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:

@@ -81,7 +81,7 @@ class LocalExecutor:
         #: The caller is one of the kernels' threads, and its CPU time does not count time spent waiting for a core.
         #: Ranks sleep while they wait for one another, and torch's threads cannot be counted, so these use wall time.
         self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
-        self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), with_rows(config).max_num_seqs
+        self._drafting, self._max_num_seqs = self._load_drafting(config), with_rows(config).max_num_seqs
         #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
         settings = config.speculative_config
@@ -89,6 +89,10 @@ class LocalExecutor:
         self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
         self.features = model_features(config, self._loaded, self._drafting)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+
+    def _load_drafting(self, config: EngineConfig) -> Model | DraftHead | None:
+        """Return what makes drafts in this process; None: nothing does."""
+        return load_drafting_model(config, self._loaded)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes, or of pages if the cache has pages.

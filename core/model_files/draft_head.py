@@ -1,4 +1,7 @@
-"""load_eagle3, load_mtp: load the draft head named by speculative_config, from a folder or the model's own files."""
+"""load_eagle3, load_mtp: load the draft head named by speculative_config, from a folder or the model's own files.
+
+model: the config of the whole model. The target may be a part of it; then `ends` has embeddings and head.
+"""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ from core.model_files.tensors.weights import load_further_layer, load_tensors, r
 from core.models.architectures.architecture import MtpRow
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
-from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
+from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, ModelEnds, head_shapes
 from core.models.llama import Llama
 from core.models.operations.head_place import TappedOperations
 from ipc.errors import ConfigError, ModelFileError
@@ -48,28 +51,32 @@ _GGUF_NAMES = {
 }
 
 
-def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
+def load_eagle3(
+    folder: Path, model: ModelConfig, target: Llama, *, is_made_up: bool, ends: ModelEnds | None = None
+) -> DraftHead:
     """Load an EAGLE-3 head from its folder. is_made_up: use made-up weights, and read only its config.json.
 
-    Errors: ModelFileError, UnsupportedModelError; ConfigError if it is not a head for this model.
+    ends: see DraftHead. Errors: ModelFileError, UnsupportedModelError; ConfigError if it is not a head for this model.
     """
     _check_target(target, "eagle3")
-    config = _eagle3_config(folder, target.config, is_made_up)
+    config = _eagle3_config(folder, model, is_made_up)
     shapes = head_shapes(config, layer_shapes(config.layer))
     if is_made_up:
-        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), _made_up_ids(config)), target)
+        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), _made_up_ids(config)), target, ends)
     names = _eagle3_names(shapes, folder)
     tensors = load_tensors(folder, names, shapes, _EAGLE3_REST, target.dtype)
-    return DraftHead(config, HeadWeights(tensors, _token_ids(folder, config)), target)
+    return DraftHead(config, HeadWeights(tensors, _token_ids(folder, config)), target, ends)
 
 
-def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
+def load_mtp(
+    folder: Path, model: ModelConfig, target: Llama, *, is_made_up: bool, ends: ModelEnds | None = None
+) -> DraftHead:
     """Load a model's own layer for multi-token prediction; the first one if it has several.
 
-    Errors: those of load_eagle3(); ConfigError if the model has no such layer.
+    ends: see DraftHead. Errors: those of load_eagle3(); ConfigError if the model has no such layer.
     """
     _check_target(target, "mtp")
-    model, row = target.config, ARCHITECTURES[target.config.architecture].mtp
+    row = ARCHITECTURES[model.architecture].mtp
     if row is None:
         raise _no_layer(folder)
     layer = _mtp_layer(model, row)
@@ -79,7 +86,7 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     if is_made_up:
         if not (_num_in_gguf(folder) if is_gguf else _num_in_folder(folder, row)):
             raise _no_layer(folder)
-        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target)
+        return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target, ends)
     names = _GGUF_NAMES if is_gguf else row.names
     starts = {start.format(layers=model.num_hidden_layers): ours for start, ours in names.items()}
 
@@ -90,7 +97,18 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     tensors = load_further_layer(folder, layer, shapes, our_name, target.dtype)
     if tensors is None:
         raise _no_layer(folder)
-    return DraftHead(config, HeadWeights(tensors, None), target)
+    return DraftHead(config, HeadWeights(tensors, None), target, ends)
+
+
+def head_taps(folder: Path, method: str, model: ModelConfig) -> tuple[int, ...]:
+    """Return the numbers of layers after which a head of this method reads the model's hidden states.
+
+    Errors: those of load_eagle3().
+    """
+    if method == "mtp":
+        return (model.num_hidden_layers,)
+    source = folder / "config.json"
+    return _taps(Values(read_json_object(source), str(source)), model.num_hidden_layers)
 
 
 def _num_in_folder(folder: Path, row: MtpRow) -> Any:

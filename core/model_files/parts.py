@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.model_files.assistant import is_assistant
 from core.model_files.model_config import is_foreign, read_model_config
 from core.models.config import ModelConfig
 from core.models.parts.recurrent_part import most_ranks
@@ -34,7 +35,13 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     """
     if num_ranks == num_stages == 1:
         return
-    option = part_option(num_ranks)
+    option, speculative = part_option(num_ranks), config.speculative_config
+    if speculative is not None and speculative.runs_head and speculative.model is not None:
+        if is_assistant(resolve_model(speculative.model)):
+            raise ConfigError(
+                f"speculative_config: the assistant {speculative.model} reads K and V of the whole model, but each of "
+                f"several workers has only a part: leave {option} out"
+            )
     if config.device == "cuda":
         _check_devices(path, config, model, num_stages)
     elif config.numerics == "L0" or config.cpu_kernels == "torch":

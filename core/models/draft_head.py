@@ -21,7 +21,7 @@ from core.models.llama import Llama
 from core.models.operations.head_place import HeadPlace, StoringMix, TappedOperations
 from core.models.operations.operations import AttentionWork, Norm, Operations, Product
 from core.models.operations.stored_matrix import Weight
-from core.models.operations.tensor import Tensor
+from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32
@@ -52,6 +52,30 @@ class HeadWeights(NamedTuple):
 
     tensors: Iterable[tuple[str, Weight]]  # with the names and shapes of head_shapes()
     token_ids: Ints | None  # [draft vocabulary] ids in the model's vocabulary; None = all
+
+
+class ModelEnds(Protocol):
+    """A model's embeddings and its head, which a draft head uses too."""
+
+    def embedding(self) -> Operation:
+        """Return the embeddings of all tokens, without the model's factor."""
+
+    def head(self) -> Product:
+        """Return the head with the logits of all tokens."""
+
+
+class _OwnEnds(NamedTuple):
+    """Those of a whole model."""
+
+    target: Llama
+    place: HeadPlace
+
+    def embedding(self) -> Operation:
+        return self.place.unscaled(self.target.embedding)
+
+    def head(self) -> Product:
+        assert self.target.head is not None, "the target is whole"
+        return self.target.head
 
 
 class _Joint(Protocol):
@@ -109,10 +133,11 @@ class DraftHead:
     States and the model's hidden states are tensors there; tokens, positions, slots and logits are in host memory.
     """
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, target: Llama) -> None:
+    def __init__(self, config: HeadConfig, weights: HeadWeights, target: Llama, ends: ModelEnds | None = None) -> None:
         """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming missing tensors.
 
-        target: the model whose tokens it predicts; its operations are TappedOperations.
+        target: the model whose tokens it predicts; its operations are TappedOperations. ends: if this process has a
+        part of the model only; None = the target's.
         """
         assert isinstance(target.operations, TappedOperations), type(target.operations)
         own, dtype = config.layer, target.dtype
@@ -124,15 +149,16 @@ class DraftHead:
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
         self._norm = build_norm(operations, parts, "model.norm", own, dtype)
-        self._embedding = place.unscaled(target.embedding)
+        ends = ends or _OwnEnds(target, place)
         if config.eagle3 is None:
             self._joint: _Joint = _mtp_joint(operations, place, parts, config, self._layer, target)
-            assert target.head is not None, "the target is whole"
-            self._head: Product = target.head
+            self._embedding, self._head = ends.embedding(), ends.head()
         else:
             self._joint = _eagle3_joint(operations, place, parts, config, self._layer, target)
             if config.eagle3.has_embeddings:
                 self._embedding = operations.embedding(parts.take_matrix("model.embed_tokens.weight"), 1.0, None)
+            else:
+                self._embedding = ends.embedding()
             self._head = operations.linear(parts.take_matrix("lm_head.weight"), out_dtype=FLOAT32)
         target.tap(config.taps)
 

@@ -22,7 +22,7 @@ from core.grammars.grammars import Grammars
 from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
 from core.models.operations.token_adapters import TokenAdapters
-from core.models.step import ONCE, ModelInputs, StepResult
+from core.models.step import ONCE, ModelInputs, StepResult, TappedResult
 from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
@@ -41,7 +41,6 @@ from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
-from kernels.cpu.decoder import DecoderResult
 
 #: Number of prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes per logit.
 _PIECE = 32
@@ -491,6 +490,6 @@ class AdapterRows:
 
 def _states(inputs: StepInputs, result: StepResult) -> StepStates | None:
     """Return a step's hidden states; None: this result has none."""
-    if not isinstance(result, DecoderResult):
+    if not isinstance(result, TappedResult):
         return None
     return StepStates(inputs.rows, inputs.num_tokens, inputs.context_lens, inputs.slots, result.states_of)

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from core.execution.executor import WARM_UP_TOKENS, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.executors.load import load_drafting_model, tap_for_head
 from core.executors.local import LocalExecutor
+from core.models.draft_head import DraftHead
+from core.models.interface import Model
+from core.models.llama import Llama
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
 from core.models.parts.stage import Stage
@@ -47,9 +50,16 @@ class PartExecutor(LocalExecutor):
         if place.num_stages > 1:
             before, after = (None if fd < 0 else _channel(fd) for fd in (wires.before, wires.after))
             stage = Stage(place.stage, place.num_stages, StageLink(before, after))
-        if not place.answers:  # only the rank that samples makes drafts
-            config = msgspec.structs.replace(config, speculative_config=None)
+        self._place = place
         super().__init__(config, rank, runner, stage)
+
+    def _load_drafting(self, config: EngineConfig) -> Model | DraftHead | None:
+        """Return what makes drafts, in the process that samples. A head there reads states of all ranks and stages."""
+        if self._place.answers:
+            return load_drafting_model(config, self._loaded, is_part=True)
+        if isinstance(self._model, Llama):
+            tap_for_head(config, self._model)
+        return None
 
     def warm_up(self) -> int:
         """Run the same short step as all other parts, and return its duration in ns."""

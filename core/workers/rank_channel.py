@@ -32,6 +32,12 @@ class HiddenOf(msgspec.Struct, frozen=True, array_like=True, tag=3):
     rows: bytes
 
 
+class StatesOf(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Compute what the model keeps of its hidden states for rows of the step. rows: int64."""
+
+    rows: bytes
+
+
 class Trial(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Run a step of num_tokens made-up tokens, with logits for the last num_samples."""
 
@@ -43,7 +49,7 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """There are no more Trials."""
 
 
-Order: TypeAlias = Sampled | LogitsOf | HiddenOf | Trial | Measured
+Order: TypeAlias = Sampled | LogitsOf | HiddenOf | StatesOf | Trial | Measured
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

@@ -7,7 +7,7 @@ import numpy as np
 
 from core.execution.executor import Costs
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from core.models.step import StepResult
+from core.models.step import StepResult, TappedResult
 from core.runner.model_runner import ModelRunner
 from core.runner.step_durations import Clock
 from core.runner.step_inputs import StepInputs
@@ -17,6 +17,7 @@ from core.workers.rank_channel import (
     LogitsOf,
     Measured,
     Sampled,
+    StatesOf,
     Trial,
     as_rows,
     as_tokens,
@@ -89,6 +90,11 @@ class _LedResult:
         self._followers.tell(HiddenOf(rows.astype(np.int64, copy=False).tobytes()))
         return self._result.hidden_of(rows)
 
+    def states_of(self, rows: Ints) -> Floats:
+        assert isinstance(self._result, TappedResult), type(self._result)
+        self._followers.tell(StatesOf(rows.astype(np.int64, copy=False).tobytes()))
+        return self._result.states_of(rows)
+
 
 class FollowsTrials(ModelRunner):
     """The measuring part of another rank's runner."""
@@ -158,5 +164,8 @@ class FollowingRunner(FollowsTrials):
                     result.logits_of(as_rows(rows))
                 case HiddenOf(rows):
                     result.hidden_of(as_rows(rows))
+                case StatesOf(rows):
+                    assert isinstance(result, TappedResult), type(result)
+                    result.states_of(as_rows(rows))
                 case order:
                     raise AssertionError(f"{order} within a step")

@@ -412,11 +412,6 @@ def _check_speculation(config: EngineConfig) -> None:
         )
     if settings.runs_model and executor != "local":
         raise ConfigError(f"executor={executor!r} has no draft model; use executor='local'")
-    if settings.runs_head and (sizes := _given_sizes(config)):
-        raise ConfigError(
-            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, but each "
-            f"of several workers has only a part: leave {sizes[0][0]} out"
-        )
 
 
 def _check_overlap(config: EngineConfig) -> None:

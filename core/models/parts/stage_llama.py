@@ -1,7 +1,7 @@
 """StageLlama: the layers of one pipeline stage, with embeddings in the first stage and the head in the last."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.stage import Stage
 from core.models.parts.weight_parts import WeightParts
-from core.models.step import ModelInputs, StepResult
+from core.models.step import ModelInputs, StepResult, TappedResult
 from ipc.errors import ConfigError
-from ipc.tables.arrays import NO_INTS
+from ipc.tables.arrays import NO_INTS, Floats, Ints
 from kernels.elements import FLOAT32, Dtype, element_name
 
 
@@ -34,6 +34,7 @@ class StageLlama(Llama):
         Errors: those of Llama; ConfigError for more stages than layers; ChannelEndedError.
         """
         self.stage = stage
+        self._own, self._taps_of_model = stage.layers(config), _TapsOfModel((), ())
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
         assert isinstance(self.operations, CpuOperations), "a stage needs the C kernels"
         self.windows_of_model, self.num_blocks_per_page = windows(config), self.operations.blocks_per_page(config)
@@ -50,7 +51,7 @@ class StageLlama(Llama):
             )
         self._first_variants = dict(one.split("=", 1) for one in names)
         if not stage.is_last:
-            self.tap([len(self.layers)])
+            self.tap(())
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
         if self.stage.is_first and not (self.stage.is_last and self.config.tie_word_embeddings):
@@ -75,6 +76,16 @@ class StageLlama(Llama):
         """Return the variants of the whole model's first layers."""
         return self._first_variants
 
+    def tap(self, places: Sequence[int]) -> None:
+        """In each step, keep the residual stream after these numbers of the whole model's layers, for the last stage.
+
+        All stages get the same places, and pass on what they and those before them keep, in the order of the layers.
+        """
+        first, last = self._own
+        self._taps_of_model = _TapsOfModel(tuple(places), tuple(sorted(place for place in places if place <= first)))
+        own = [place - first for place in places if first < place <= last]
+        super().tap(own if self.stage.is_last else [*sorted(own), len(self.layers)])
+
     @property
     def reads_features(self) -> bool:
         """Return False: given embeddings have another use here."""
@@ -82,15 +93,43 @@ class StageLlama(Llama):
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step of the stage. Only the last stage's result has logits. Errors: ChannelEndedError."""
-        link, count = self.stage.link, len(inputs.positions)
+        link, count, width = self.stage.link, len(inputs.positions), self.config.hidden_size
+        earlier = self._taps_of_model.earlier
+        states = [link.room(f"states {index}", count, width) for index in range(len(earlier))]
         if not self.stage.is_first:
-            given = link.room(count, self.config.hidden_size)
+            given = link.room("hidden", count, width)
             if self.is_linked:
-                link.receive(given)
+                link.receive(given, *states)
             inputs = inputs._replace(token_ids=-1 - np.arange(count), given=given)
         if self.stage.is_last:
-            return super().forward(inputs)
+            result = super().forward(inputs)
+            return _LastResult(result, states, self._taps_of_model) if earlier else result
         result = super().forward(inputs._replace(logits_rows=NO_INTS))
         if self.is_linked:
-            link.send(result.states_of(np.arange(count)))  # type: ignore[attr-defined]
+            assert isinstance(result, TappedResult), type(result)
+            *own, hidden = np.moveaxis(result.states_of(np.arange(count)), 1, 0)
+            link.send(hidden, *states, *own)
         return result
+
+
+class _TapsOfModel(NamedTuple):
+    """The places of tap() in the whole model; and those of the stages before this one, in the order of the layers."""
+
+    places: tuple[int, ...]
+    earlier: tuple[int, ...]
+
+
+class _LastResult:
+    """The result of the last stage, with the hidden states [T, hidden] that those before it keep."""
+
+    def __init__(self, result: StepResult, earlier: Sequence[Floats], taps: _TapsOfModel) -> None:
+        self.logits, self.largest = result.logits, result.largest
+        self.logits_of, self.hidden_of = result.logits_of, result.hidden_of
+        self._result, self._earlier, self._taps = result, earlier, taps
+
+    def states_of(self, rows: Ints) -> Floats:
+        """Return what tap() keeps [n, taps, hidden] float32 of these tokens [n] int64."""
+        assert isinstance(self._result, TappedResult), type(self._result)
+        own = iter(np.moveaxis(self._result.states_of(rows), 1, 0))
+        earlier = {place: states[rows] for place, states in zip(self._taps.earlier, self._earlier, strict=True)}
+        return np.stack([earlier[place] if place in earlier else next(own) for place in self._taps.places], 1)
