@@ -16,6 +16,7 @@ from ipc.wire.messages import AddRequest
 from kernels.low_rank import LowRank
 from tests.core.adapters.peft_files import random_matrices
 from tests.core.workers.part_answers import CONVOLUTIONS, STATE_SPACE, answers, config_of, kill, requests
+from tests.core.workers.test_nodes import free_port, machines, over
 
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
 #: OLMo 3: all heads of Q have one norm, and so have those of K.
@@ -79,6 +80,23 @@ def test_every_bit_of_other_layers(tmp_path: Path, own: dict[str, Any], dtype: s
     assert run(str(tmp_path), 3, {5: kill(2)}, dtype=dtype) == run(str(tmp_path), 1, dtype=dtype)
 
 
-def test_workers_elsewhere_are_refused(hybrid: str) -> None:
-    with pytest.raises(ConfigError, match="enable_lora with workers"):
-        config_of(hybrid, 2, enable_lora=True, distributed_executor_backend="ray")
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (2, {}),
+        pytest.param(1, {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"}, marks=pytest.mark.soak),
+    ],
+    ids=["ranks", "stages placed by Ray"],
+)
+def test_other_machines_get_them_from_the_engine(
+    tmp_path: Path, hybrid: str, hybrid_alone: list[Any], size: int, options: dict[str, Any]
+) -> None:
+    """A machine that has joined again gets them again."""
+    port, count = free_port(), 2 if options else 1
+    with machines(tmp_path, port, count) as others:
+        assert run(hybrid, size, {9: lambda _: others[-1].fail()}, **options, **over(port, 2)) == hybrid_alone
+
+
+def test_workers_on_gpus_are_refused(hybrid: str) -> None:
+    with pytest.raises(ConfigError, match="enable_lora with workers is for device='cpu'"):
+        config_of(hybrid, 2, enable_lora=True, device="cuda")
