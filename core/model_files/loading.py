@@ -198,11 +198,12 @@ def _kv_scales(path: Path, config: EngineConfig, model: ModelConfig) -> tuple[Sc
     """Return the scales of a KV cache of 8-bit floats; () = none. Errors: ModelFileError, ConfigError."""
     if config.kv_cache_dtype != "fp8" or config.load_format == "dummy":
         return ()
-    scales = read_kv_scales(path, model.num_hidden_layers)
-    if scales and (model.latent is not None or model.recurrent is not None):
+    layers = [layer for layer in range(model.num_hidden_layers) if layer not in model.recurrent_layers]
+    scales = read_kv_scales(path, layers)
+    if scales and model.latent is not None:
         raise ConfigError(
-            f"kv_cache_dtype='fp8' does not support the scales of {path}, which not only has layers with K and V: use "
-            "'int8', or leave it out"
+            f"kv_cache_dtype='fp8' does not support the scales of {path}, whose layers have no K and V: use 'int8', or "
+            "leave it out"
         )
     return scales
 

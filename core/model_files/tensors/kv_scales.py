@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from kernels.memory.kv_cache import Scales
 _NAME = re.compile(r"(?:.+\.)?layers\.(\d{1,6})\.self_attn\.(?:[kv]_proj\.)?([kv])_scale")
 
 
-def read_kv_scales(path: Path, num_layers: int) -> tuple[Scales, ...]:
-    """Return what K and V of each layer are divided by before they are stored; () if the model has no such scales.
+def read_kv_scales(path: Path, layers: Sequence[int]) -> tuple[Scales, ...]:
+    """Return what K and V of these layers are divided by before they are stored; () if the model has no such scales.
 
     path: a folder or file in safetensors' format; a GGUF file has none. Errors: ModelFileError naming a scale that is
     missing, or is not one positive number.
@@ -32,11 +33,11 @@ def read_kv_scales(path: Path, num_layers: int) -> tuple[Scales, ...]:
                 found[int(match[1]), match[2]] = _number(file, name, tensor)
     if not found:
         return ()
-    for layer in range(num_layers):
+    for layer in layers:
         for side in "kv":
             if (layer, side) not in found:
                 raise ModelFileError(f"{path}: layer {layer} has no {side}_scale of its KV cache, and others have one")
-    return tuple(Scales(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers))
+    return tuple(Scales(found[layer, "k"], found[layer, "v"]) for layer in layers)
 
 
 def _number(file: Path, name: str, tensor: SafetensorsTensor) -> float:

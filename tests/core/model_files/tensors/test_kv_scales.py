@@ -39,17 +39,17 @@ def test_scales_are_those_of_each_layer(names: tuple[str, str], tmp_path: Path) 
     keys, values = names
     found = {keys.format(0): scale(0.5), values.format(0): scale(0.25, torch.bfloat16, ())}
     found |= {keys.format(1): scale(3.0, torch.float16), values.format(1): scale(1.5)}
-    assert read_kv_scales(write(tmp_path, found), 2) == (Scales(0.5, 0.25), Scales(3.0, 1.5))
-    assert read_kv_scales(tmp_path / "model.safetensors", 1) == (Scales(0.5, 0.25),)
-    assert read_kv_scales(tmp_path / "model.gguf", 2) == ()
+    assert read_kv_scales(write(tmp_path, found), [0, 1]) == (Scales(0.5, 0.25), Scales(3.0, 1.5))
+    assert read_kv_scales(tmp_path / "model.safetensors", [0]) == (Scales(0.5, 0.25),)
+    assert read_kv_scales(tmp_path / "model.gguf", [0, 1]) == ()
 
 
 def test_files_without_scales(tmp_path: Path) -> None:
-    assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format(0)}.k_proj.weight_scale": scale(1.0)}), 1) == ()
+    assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format(0)}.k_proj.weight_scale": scale(1.0)}), [0]) == ()
 
 
 def test_a_number_that_no_layer_has_is_part_of_another_name(tmp_path: Path) -> None:
-    assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format('9' * 5000)}.k_scale": scale(1.0)}), 1) == ()
+    assert read_kv_scales(write(tmp_path, {f"{ATTENTION.format('9' * 5000)}.k_scale": scale(1.0)}), [0]) == ()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_scales_that_are_none(changes: dict[str, Any], refused: str, tmp_path: P
         tensors[f"{ATTENTION.format(1)}.{side}_scale"] = tensor
     write(tmp_path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(ModelFileError, match=refused):
-        read_kv_scales(tmp_path, 2)
+        read_kv_scales(tmp_path, [0, 1])
 
 
 def test_only_a_cache_of_8_bit_floats_has_them(tmp_path: Path) -> None:
@@ -78,5 +78,12 @@ def test_only_a_cache_of_8_bit_floats_has_them(tmp_path: Path) -> None:
     assert _kv_scales(tmp_path, config, model) == (Scales(1.0, 1.0), Scales(2.0, 2.0))
     for other in ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "auto"}, {"load_format": "dummy"}):
         assert _kv_scales(tmp_path, msgspec.structs.replace(config, **other), model) == ()
-    with pytest.raises(ConfigError, match="which not only has layers with K and V: use 'int8', or leave it out"):
+    with pytest.raises(ConfigError, match="whose layers have no K and V: use 'int8', or leave it out"):
         _kv_scales(tmp_path, config, shape_config("deepseek-v2-lite"))
+
+
+def test_recurrent_layers_have_none(tmp_path: Path) -> None:
+    """The first layer has a recurrent state, and the cache has the second one's K and V only."""
+    write(tmp_path, {f"{ATTENTION.format(1)}.{side}_scale": scale(2.0) for side in "kv"})
+    config, model = EngineConfig(device="cuda", kv_cache_dtype="fp8"), shape_config("qwen3.5")
+    assert _kv_scales(tmp_path, config, model) == (Scales(2.0, 2.0),)
