@@ -49,9 +49,10 @@ class KeptStates:
         self.num_slots = num_slots
         self._pins: dict[int, int] = {}  # how many pins hold the state of a content, which is then not replaced
         #: For a store beyond the host, by slot: the content that a state belongs to, and how often the slot has been
-        #: given to another state.
+        #: given to another state; and the step that stores it.
         self.content: Ints = np.zeros(num_rows + num_slots, np.int64)
         self.times_given: Ints = np.zeros(num_rows + num_slots, np.int64)
+        self.saved_in: Ints = np.zeros(num_rows + num_slots, np.int64)
         self._reserved: dict[int, None] = {}
 
     def __len__(self) -> int:

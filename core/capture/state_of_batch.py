@@ -119,7 +119,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         dict[int, int]: "_slots _pins",
         dict[int, None]: "_guesses _reserved",
         int: "_most_guesses num_slots",
-        Ints: "content times_given",
+        Ints: "content times_given saved_in",
     },
     PrefixCache: {
         int: "block_size _shift _num_pages",

@@ -114,6 +114,8 @@ class StatesBeside:
         self._kept.release(slots)
 
     def left(self, contents: Ints, blocks: Int32s, evictions: Ints) -> tuple[Int32s, Ints]:
-        """Return the slots of the states to store; none while a step is in flight, which may still write one."""
-        slots = np.zeros(len(contents), np.int32) if self._batch.in_flight else self._kept.to_store(contents)
+        """Return the slots of the states to store, without those that a step in flight may still write."""
+        slots = self._kept.to_store(contents)
+        if in_flight := self._batch.in_flight:
+            slots[self._kept.saved_in[slots] >= in_flight[0][0]] = 0
         return slots, self._kept.times_given[slots]

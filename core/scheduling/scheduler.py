@@ -485,8 +485,9 @@ class Scheduler:
             self.speculation.begin(draft.guessed)
         self.batch.prefix_cache.name_full_blocks(rows, np.minimum(ends, known))
         self.batch.in_flight.append((draft.step, rows, table.tenancy[rows]))
-        if self.batch.kept_states is not None:
-            draft.saved = self.batch.kept_states.save(rows, counts)
+        if (kept := self.batch.kept_states) is not None:
+            draft.saved = kept.save(rows, counts)
+            kept.saved_in[draft.saved.slots] = draft.step
         carried = self.batch.take_carried()
         if draft.starts or len(carried.removed_rows):  # otherwise the same rows have the same first blocks
             self.num_common_blocks = self.batch.num_common_blocks()

@@ -5,7 +5,10 @@ says.
 """
 
 import random
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from core.batch import kept_states
 from core.batch.kept_states import KeptStates
 from core.scheduling import scheduler
+from core.scheduling.exchange_beside import StatesBeside
 from core.tiers.block_store import BlockStore
 from ipc.options.config import EngineConfig
 from tests.core.scheduling.exchange_driver import exchange_config
@@ -63,3 +67,20 @@ def test_the_state_of_another_place_in_a_file_is_found(tmp_path: Path, monkeypat
     monkeypatch.setattr(BlockStore, "_is_there", lambda *_: True)
     with pytest.raises(AssertionError, match=r"its state is not of|not what its name says"):
         serve(tmp_path, 2)
+
+
+def test_a_state_that_a_step_in_flight_stores_is_not_left() -> None:
+    """Others are, although a step is in flight, as nearly always if steps overlap."""
+    nothing: Any = None
+    kept, contents = KeptStates(nothing, nothing, num_rows=2, num_slots=4), np.array([7, 8, 9])
+    slots = kept.reserve(2)
+    assert slots is not None
+    kept.put(contents[:2], slots)
+    kept.saved_in[slots] = 4, 5
+    batch: Any = SimpleNamespace(block_size=4, in_flight=deque[Any]())
+    beside = StatesBeside(batch, kept)
+    for first, found in ((None, [slots[0], slots[1], 0]), (5, [slots[0], 0, 0]), (4, [0, 0, 0])):
+        batch.in_flight = deque([] if first is None else [(first, None, None)])
+        left, times_given = beside.left(contents, np.zeros(3, np.int32), np.zeros(9, np.int64))
+        assert left.tolist() == found
+        assert times_given.tolist() == kept.times_given[left].tolist()
