@@ -20,6 +20,16 @@ class ReadableBlocks(Protocol):
         """Return the parts of each block as bytes, block after block."""
 
 
+class WritableBlocks(ReadableBlocks, Protocol):
+    """Blocks that can also be written, wherever they are."""
+
+    def room(self, *blocks: int) -> list[memoryview]:
+        """Return writable memory for the parts of each block, block after block. fill() makes it their content."""
+
+    def fill(self, parts: Sequence[memoryview], *blocks: int) -> None:
+        """Give these blocks what was written to the parts that room() returned for them."""
+
+
 class BlockMemory(NamedTuple):
     """Blocks in the engine process's memory. Each array [blocks, ...] has the i-th part of each block, contiguous."""
 
@@ -34,6 +44,13 @@ class BlockMemory(NamedTuple):
         """Return the parts of each block as writable bytes, block after block."""
         return [memoryview(array[block].reshape(-1).view(np.uint8)) for block in blocks for array in self.arrays]
 
+    def room(self, *blocks: int) -> list[memoryview]:
+        """Return views(): what is written there is the blocks' content."""
+        return self.views(*blocks)
+
+    def fill(self, parts: Sequence[memoryview], *blocks: int) -> None:
+        """Do nothing: the blocks have been written."""
+
 
 class SharedBlocks(NamedTuple):
     """Blocks with the same layout in the KV cache and in the host pool.
@@ -46,7 +63,7 @@ class SharedBlocks(NamedTuple):
     cache: ReadableBlocks
     host: BlockMemory
     layout: str
-    states: BlockMemory | None = None
+    states: WritableBlocks | None = None
     settle: Callable[[], None] = lambda: None
 
 

@@ -47,8 +47,11 @@ def most_drafts(config: SizedConfig, state_bytes: int) -> int:
 
 
 def num_sharing_steps(config: SizedConfig) -> int:
-    """Return how many steps share the states before drafts: in all stages but the last, each that is in flight."""
-    return most_in_flight(config) if config.pipeline_parallel_size > 1 else 1
+    """Return how many steps share the states before drafts.
+
+    In all stages but the last, and on a GPU, each that is in flight: their tokens are known later.
+    """
+    return most_in_flight(config) if config.pipeline_parallel_size > 1 or config.device == "cuda" else 1
 
 
 def num_swap_states(config: SizedConfig, state_bytes: int) -> int:

@@ -12,7 +12,7 @@ from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import SharedBlocks
-from core.execution.state_slots import num_states, num_swap_states
+from core.execution.state_slots import num_draft_states, num_states, num_swap_states
 from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
 from core.executors.local import model_adapters
@@ -29,7 +29,7 @@ from core.runner.decode_graphs import padded_rows
 from core.runner.device_blocks import shared_device_blocks
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
-from core.runner.head_drafter import HeadDrafter
+from core.runner.head_drafter import HeadDrafter, with_head
 from core.runner.hosted_model import HostedModel
 from core.runner.mixed_graphs import most_work
 from core.runner.model_drafter import ModelDrafter
@@ -37,7 +37,7 @@ from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock
 from core.runner.trial_loop import loop_costs
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
-from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.step_sizes import SizedConfig, with_rows
@@ -45,7 +45,6 @@ from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
-from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.lora import compile_adapters
 from kernels.triton.recurrence import DeviceStates, no_states
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
@@ -76,7 +75,6 @@ class CudaExecutor:
         self.info = msgspec.structs.replace(loaded.info, device_memory_bytes=self.memory.device_bytes)
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
-        _check_recurrent(config, model)
         self._overlaps = overlaps(config)
         self._drafting = self._load_draft_model(config)
         settings = config.speculative_config
@@ -117,7 +115,7 @@ class CudaExecutor:
                 shares_blocks=not config.disable_cascade_attn,
                 adapters=self.adapters,
                 pooler=self._loaded.source.pooler,
-                drafter=self._make_drafter(config.max_model_len, sizes),
+                drafter=self._make_drafter(config, sizes),
                 states=self._make_states(config),
                 **sizes,
             )
@@ -135,13 +133,16 @@ class CudaExecutor:
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
-        """Return the KV cache and the host pool; None: there is no host pool."""
-        cache, pool = self.runner.cache, self.runner.swap_cache
-        if pool is None:
+        """Return the KV cache, the host pool and kept states; None: there is no host pool."""
+        if (pool := self.runner.swap_cache) is None:
             return None
-        assert isinstance(cache, TritonKVCache), type(cache)
-        assert isinstance(pool, TritonKVCache), type(pool)
-        return shared_device_blocks(cache, pool)
+        caches, pools, layout = [self.runner.cache], [pool], pool.layout
+        if isinstance(head := self.runner.drafter, HeadDrafter):  # then blocks have its K and V, too
+            assert head.swap_cache is not None, "there is a host pool"
+            caches, pools = [*caches, head.cache], [*pools, head.swap_cache]
+            layout = with_head(layout, head.cache)
+        states = None if self.runner.states is None else self.runner.states.states
+        return shared_device_blocks(caches, pools, layout, states)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
@@ -159,7 +160,7 @@ class CudaExecutor:
             return StepCosts(durations, draft_ns)
         return loop_costs(loop, durations, self.runner.measure_overlapping(durations))
 
-    def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
+    def _make_drafter(self, config: ResolvedConfig, sizes: RunnerSizes) -> Drafter | None:
         """Return the drafter for the draft model or head. Errors: MemoryError."""
         if (drafting := self._drafting) is None:
             return None
@@ -172,14 +173,15 @@ class CudaExecutor:
                 block_size=block_size,
                 num_drafts=self._num_drafts,
                 num_swap_blocks=sizes["num_swap_blocks"],
+                is_late=not config.kv_stores,  # which read blocks between steps
             )
-        drafting.settle_length(min(max_model_len, drafting.max_model_len))
+        drafting.settle_length(min(config.max_model_len, drafting.max_model_len))
         return ModelDrafter(
             drafting, num_rows=num_rows, num_blocks=num_blocks, block_size=block_size, num_drafts=self._num_drafts
         )
 
     def _make_states(self, config: ResolvedConfig) -> RowStates | None:
-        """Return the recurrent states of the rows, and those that are kept; None: the model has none.
+        """Return the recurrent states of the rows, those that are kept, and those before drafts; None: there are none.
 
         Those of swapped requests are in the host's memory. Errors: MemoryError.
         """
@@ -193,7 +195,7 @@ class CudaExecutor:
             swapped = torch.empty(num_swapped, size, pin_memory=device.type == "cuda" and num_swapped > 0)
         except RuntimeError as error:
             raise MemoryError(f"{count + num_swapped} recurrent states of {4 * size} bytes: {error}") from error
-        return RowStates(states, swapped=swapped)
+        return RowStates(states, num_draft_states(config, self.info.state_bytes), swapped=swapped)
 
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so the time of one short step predicts nothing."""
@@ -209,19 +211,6 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Do nothing: the memory is freed when the process ends."""
-
-
-def _check_recurrent(config: EngineConfig, model: Llama) -> None:
-    """Refuse options that a model with recurrent layers does not support on a device. Errors: ConfigError."""
-    if model.config.recurrent is None:
-        return
-    wanted = {
-        "speculative_config": config.speculative_config is not None,
-        **dict.fromkeys(config.kv_stores, True),
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise ConfigError(f"{name}: models with recurrent layers do not support it on device='cuda': leave it out")
 
 
 def create(config: EngineConfig) -> CudaExecutor:
@@ -343,7 +332,7 @@ class CudaMemory:
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         metadata = tuple(work._replace(window=window) for window in model.windows)
         inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
-        inputs = inputs._replace(requests=self._no_states(torch.from_numpy(counts)))
+        inputs = inputs._replace(requests=self._no_states(torch.from_numpy(counts), saves=True))
         hidden = tapped_states(model, inputs)[:, : model.config.hidden_size]
         logits = model.logits(hidden, inputs.logits_rows)
         none, one = np.zeros(num_requests), np.ones(num_requests)
@@ -392,7 +381,7 @@ class CudaMemory:
         inputs = ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0])
         model.hidden_states(inputs._replace(requests=self._no_states(torch.ones(num_rows))))
 
-    def _no_states(self, num_tokens: torch.Tensor) -> DeviceStates | None:
+    def _no_states(self, num_tokens: torch.Tensor, *, saves: bool = False) -> DeviceStates | None:
         """Return states for a trial step with requests of num_tokens [R] tokens each; None: the model has none."""
         size = self._model.config.state_size
-        return no_states(size, num_tokens.to(self._device)) if size else None
+        return no_states(size, num_tokens.to(self._device), saves=saves) if size else None

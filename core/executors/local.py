@@ -32,7 +32,7 @@ from core.models.parts.stage import Stage
 from core.runner.assistant_drafter import AssistantDrafter
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
-from core.runner.head_drafter import HeadDrafter
+from core.runner.head_drafter import HeadDrafter, with_head
 from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
@@ -138,8 +138,9 @@ class LocalExecutor:
             return None
         own, on_host, layout = [*cache.memory], [*host.memory], host.layout
         if isinstance(head := self.runner.drafter, HeadDrafter):  # then blocks have its K and V, too
-            own, on_host = [*own, *head.memory], [*on_host, *head.memory_on_host]
-            layout = f"{layout} draft head: {head.layout}"
+            assert head.swap_cache is not None, "there is a host pool"
+            own, on_host = [*own, *head.cache.memory], [*on_host, *head.swap_cache.memory]
+            layout = with_head(layout, head.cache)
         of_states = None if states is None else BlockMemory([states.states])
         return SharedBlocks(BlockMemory(own), BlockMemory(on_host), layout, of_states)
 

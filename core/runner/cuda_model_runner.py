@@ -2,7 +2,7 @@
 
 import time
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,16 @@ from core.models.step import ModelInputs
 from core.pooling.pooler import Pooler
 from core.pooling.rows import Wanted
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
-from core.runner.decode_graphs import DecodeGraphs
+from core.runner.decode_graphs import DecodeGraphs, Drafted
+from core.runner.device_columns import (
+    StepColumns,
+    common_splits,
+    draft_columns,
+    first_tokens,
+    step_columns,
+    trial_columns,
+)
+from core.runner.device_states import DeviceRowStates, PendingStates
 from core.runner.device_tables import DeviceLogits, DeviceTables
 from core.runner.drafter import Drafter, RanStep, StepStates
 from core.runner.graph_pool import GraphPool
@@ -28,97 +37,19 @@ from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
-from core.runner.step_inputs import draft_samples
 from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, TrialLoop
 from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import SamplingInputs, processed_logits
 from ipc.options.config import LogprobsMode
-from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Positions, Rows
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
 from ipc.tables.rounding import ceil_div
 from kernels.recurrence import StateRows
-from kernels.triton.attention_work import SPLIT, TritonWork, shared_tokens, triton_work, work_columns
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, work_columns
 from kernels.triton.log_softmax import log_softmax
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.recurrence import DeviceStates
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
-
-# StepColumns: the tokens and samples of a step on a device, as columns in host memory, made from its plan.
-
-
-class StepColumns(NamedTuple):
-    """A step's T tokens of R rows, packed row after row, with S samples."""
-
-    num_tokens: Int32s  # [R] including drafts
-    context_lens: Ints  # [R] tokens in the cache after the step, including drafts
-    rows: Rows  # [T] table row of each token
-    positions: Ints  # [T]
-    #: [S] index in the plan's rows of each sample's row, and index of the token whose logits it needs. A row with
-    #: drafts has several adjacent samples: after its known tokens and after each of its drafts.
-    in_plan: Ints
-    logits_tokens: AnyInts
-    #: Tokens, and tokens in the cache after them, of each piece for attention: a row, or a token of a row with drafts.
-    pieces: tuple[AnyInts, AnyInts]
-    offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None: no row has drafts
-    #: Pieces of one token that follow one another in a row and read its context together: the column TritonWork.shared.
-    #: Empty: each reads its own.
-    shared: tuple[Int32s, ...] = ()
-    #: Leading splits that all pieces of one token have in common: the column TritonWork.common. Empty: none.
-    common: tuple[Int32s, ...] = ()
-
-
-def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
-    """Return the columns of a step without drafts.
-
-    rows, counts, ends [R]: the plan's rows, their tokens, and their number of computed tokens after the step. in_plan:
-    indices of the rows that sample.
-    """
-    last = np.cumsum(counts) - 1
-    positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
-    return StepColumns(counts, ends, np.repeat(rows, counts), positions, in_plan, last[in_plan], (counts, ends))
-
-
-def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int, group_size: int) -> StepColumns:
-    """Return the columns of a step in which rows have drafts.
-
-    ends [R]: computed tokens after the step, without drafts. Each token of a row with drafts is a piece for attention,
-    like the token of a row without drafts. So it gets the same bits as alone, long contexts are split, and the CUDA
-    graph for that number of tokens can be used. most_alone: the most such tokens; if there are more, the tokens of a
-    row stay together. group_size: query heads per KV head.
-    """
-    num_drafts = plan.num_draft_tokens
-    columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends + num_drafts, in_plan)
-    counts = columns.num_tokens.astype(np.int64)
-    in_plan, offsets, logits_tokens = draft_samples(in_plan, num_drafts, counts.cumsum() - 1)
-    columns = columns._replace(in_plan=in_plan, logits_tokens=logits_tokens, offsets=offsets)
-    is_drafted = num_drafts > 0
-    alone = counts[is_drafted | (counts == 1)]
-    if int(alone.sum()) > most_alone:
-        return columns
-    lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
-    pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
-    return columns._replace(pieces=pieces, shared=(shared_tokens(alone, group_size),))
-
-
-def common_splits(plan: SchedulerOutput, columns: StepColumns, block_size: int) -> tuple[Int32s, ...]:
-    """Return the column of splits that several decoding rows of a step without drafts have in common, if there are any.
-
-    Fork partners may have a last block in common that is not full, so a split counts if it is whole in each context.
-    """
-    contexts = columns.context_lens[columns.num_tokens == 1]
-    if len(contexts) < 2:
-        return ()
-    count = min(plan.num_common_prefix_blocks * block_size, int(contexts.min()) - 1) // SPLIT
-    return (np.array([count], np.int32),) if count else ()
-
-
-def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColumns:
-    """Return the columns of a step that verifies the first tokens of row 0. All but its first token are drafts."""
-    rows, at, whole = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.array([num_tokens])
-    if num_tokens > most_alone:
-        return StepColumns(whole, whole, rows, at, rows, at, (whole, whole))
-    shared = (shared_tokens(whole, group_size),) if num_tokens > 1 else ()
-    return StepColumns(whole, whole, rows, at, rows, at, (np.ones(num_tokens, np.int64), at + 1), None, shared)
 
 
 def tapped_states(model: Llama, inputs: ModelInputs) -> torch.Tensor:
@@ -194,6 +125,7 @@ class CudaModelRunner(ModelRunner):
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
         self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
+        self._row_states = None if states is None else DeviceRowStates(states, self._tables, self._host)
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._unreported = torch.zeros((0, model.vocab_size))  # in host memory
@@ -297,7 +229,8 @@ class CudaModelRunner(ModelRunner):
         if most < LEAST_TOKENS:
             return None
         blocks = np.arange(ceil_div(most, self.block_size), dtype=np.int32) + self._first_block
-        loop = TrialLoop(self, blocks, most, self.most_alone, used=used)
+        verified = self.most_alone if self.states is None else min(self.most_alone, 1 + self.states.num_spare)
+        loop = TrialLoop(self, blocks, most, verified, used=used)
         durations = loop.measure()
         self._apply(loop.end())
         self.table.clear_columns([0])
@@ -307,8 +240,9 @@ class CudaModelRunner(ModelRunner):
     def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
         """Run num_steps steps with num_tokens tokens of row 0, and wait for the last one."""
         columns = trial_columns(num_tokens, self.most_alone, self._group_size)
+        saves = None if self.states is None else self.states.trial_saves(num_tokens)
         for _ in range(num_steps):
-            hidden, logits_rows = self._launch(columns)
+            hidden, logits_rows = self._launch(columns, saves=saves)
             logits, inputs = self._llama.logits(hidden, logits_rows), trial_sampling(num_tokens)
             self._receive(self._draw(logits, inputs, columns.rows, columns.positions + 1))
         self._wait()
@@ -334,7 +268,7 @@ class CudaModelRunner(ModelRunner):
             self._pending.result()
         columns = self._columns(plan)
         adapters = self._adapter_rows.of_tokens(plan.rows, columns.num_tokens) if self._adapter_rows else None
-        saves = None if self.states is None else self.states.with_planned(None, _firsts(columns))
+        saves, pending = (None, None) if self._row_states is None else self._row_states.begin(plan, columns)
         hidden, logits_rows = self._launch(columns, adapters, saves)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
@@ -348,7 +282,8 @@ class CudaModelRunner(ModelRunner):
             states = self._llama.final_states(hidden, self._tables.send(wanted.tokens)) if len(wanted.tokens) else None
             pooling = wanted, None if states is None else self._receive(states)
         assert self.drafter is None or self._pending is None or self._pending.is_done, "drafts need each step's tokens"
-        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, columns, logprobs, sampled, pooling))
+        finish = partial(self._finish, plan, columns, logprobs, sampled, pooling, pending)
+        self._pending = CudaStep(self._record_event(), finish)
         return self._pending
 
     def _finish(
@@ -358,10 +293,11 @@ class CudaModelRunner(ModelRunner):
         logprobs: list[LogprobColumns],
         sampled: Sampled | None,
         pooling: tuple[Wanted, torch.Tensor | None] | None,
+        pending: PendingStates | None,
     ) -> ModelRunnerOutput:
         """Return the output of a step whose results are in host memory, and add its tokens to the table.
 
-        pooling: what the pooling rows want, and its hidden states [n, hidden] float32.
+        pooling: what the pooling rows want, and its hidden states [n, hidden] float32. pending: of recurrent layers.
         """
         token_ids, counts, candidates = np.full(len(plan.rows), NO_TOKEN, np.int32), None, None
         failures: list[tuple[int, str]] = []
@@ -371,8 +307,10 @@ class CudaModelRunner(ModelRunner):
             candidates = sampled.candidates
             failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
             sampled.tell(self._host)
+        if pending is not None and counts is not None and self._row_states is not None:
+            self._row_states.accept(pending, counts)
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers and (self.states is None or self.states.takes_drafts):
+        if self.matchers and (self.states is None or self.states.num_spare):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             drafts = self._with_guesses(self.drafter, RanStep(plan, self._states(columns)), drafts)
@@ -391,7 +329,7 @@ class CudaModelRunner(ModelRunner):
             return None
         size, positions = self.block_size, columns.positions
         slots = self.table.blocks.get(columns.rows, positions // size) * np.int64(size) + positions % size
-        rows, counts = columns.rows[_firsts(columns)[:-1]].astype(np.int64), columns.num_tokens.astype(np.int64)
+        rows, counts = columns.rows[first_tokens(columns)[:-1]].astype(np.int64), columns.num_tokens.astype(np.int64)
 
         def of_tokens(indices: Ints) -> torch.Tensor:
             return tapped.index_select(0, self._tables.send(indices))
@@ -437,64 +375,70 @@ class CudaModelRunner(ModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample.
 
-        saves: see DeviceStates. No graph has any, or adapters, because how many tiles of tokens these have differs from
-        step to step.
+        saves: see DeviceRowStates.begin(). No graph has adapters, because how many tiles of tokens these have differs
+        from step to step.
         """
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
-            (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared, *columns.common)
+            (
+                columns.rows,
+                columns.positions,
+                *work[:3],
+                columns.logits_tokens,
+                NO_INTS if saves is None else saves,
+                *columns.shared,
+                *columns.common,
+            )
         )
-        rows, positions, alone, tiles, counts, logits_rows, *rest = sent
+        rows, positions, alone, tiles, counts, logits_rows, stored, *rest = sent
         shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
         blocks, splits = self._tables.blocks, work.num_splits
         given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
-        hidden = self._replayed(given) if adapters is None and saves is None else None
+        after = None if saves is None else stored
+        hidden = self._replayed(given, after) if adapters is None else None
         if hidden is None:
-            hidden = self._forward(given, self._requests(columns, saves), adapters)
+            requests = None if self._row_states is None else self._row_states.of_step(columns, after)
+            hidden = self._forward(given, requests, adapters)
         if self._llama.taps:
             hidden, self._tapped = hidden.tensor_split((self._width,), 1)
         return hidden, logits_rows
 
-    def _replayed(self, work: TritonWork) -> torch.Tensor | None:
-        """Return the hidden states [T, hidden] of a step that has a graph; None: it has none."""
+    def _replayed(self, work: TritonWork, saves: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the hidden states [T, hidden] of a step that has a graph; None: it has none.
+
+        saves: see DeviceStates. Of graphs, those of steps with drafts store states.
+        """
         if (graphs := self.graphs) is not None and len(work.decode_tokens) == work.num_rows:
             shares, has_common = work.shared is not None, work.common is not None
-            if graphs.fits(graphs.size_of(work.num_rows, work.num_splits, shares=shares, has_common=has_common)):
-                return graphs(work.rows, work.positions, work.num_splits, work.shared, work.common)
+            size = graphs.size_of(work.num_rows, work.num_splits, shares=shares, has_common=has_common)
+            if graphs.fits(size) and (shares or saves is None):
+                drafted = None
+                if work.shared is not None:
+                    drafted = Drafted(work.shared, torch.full_like(work.rows, -1) if saves is None else saves)
+                return graphs(work.rows, work.positions, work.num_splits, drafted, work.common)
         if self.mixed is not None and (size := self.mixed.size_of(work)) is not None:
             return self.mixed(work, size)
         return None
-
-    def _requests(self, columns: StepColumns, saves: Ints | None) -> DeviceStates | None:
-        """Return where the recurrent states of a step's requests are; None: the model has none."""
-        if self.states is None:
-            return None
-        firsts = _firsts(columns)
-        rows, owners = self.states.places[columns.rows[firsts[:-1]]], np.arange(len(firsts) - 1).repeat(np.diff(firsts))
-        sent = self._tables.send_columns((rows, firsts, owners, NO_INTS if saves is None else saves))
-        return DeviceStates(self.states.states, sent[0], sent[1], sent[2], None if saves is None else sent[3])
 
     def decode(
         self,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        shared: torch.Tensor | None,
+        drafted: Drafted | None,
         common: torch.Tensor | None,
         num_splits: int,
         hidden: torch.Tensor,
     ) -> None:
         """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, ...] of _forward().
 
-        A row may have several, at consecutive positions; shared, common: see TritonWork. -1 is padding. Everything is
-        on the device, so that a CUDA graph can capture it.
+        With drafts a row has several, at consecutive positions. common: see TritonWork. -1 is padding. Everything is on
+        the device, so that a CUDA graph can capture it.
         """
+        shared, saves = (None, None) if drafted is None else drafted
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
         work = TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared, common)
-        requests = None
-        if self.states is not None:  # without drafts, the state of a row is where it was at the start
-            firsts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-            requests = DeviceStates(self.states.states, rows, firsts, firsts[:-1])
+        requests = None if self._row_states is None else self._row_states.of_decode(rows, saves)
         hidden.copy_(self._forward(work, requests))
 
     def _compute_mixed(self, work: TritonWork, hidden: torch.Tensor) -> None:
@@ -592,8 +536,3 @@ class CudaModelRunner(ModelRunner):
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
-
-
-def _firsts(columns: StepColumns) -> Ints:
-    """Return the index [R + 1] of each row's first token, then the number of tokens."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(columns.num_tokens, dtype=np.int64)))

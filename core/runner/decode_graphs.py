@@ -13,11 +13,19 @@ from ipc.tables.rounding import ceil_div, round_up
 #: running.
 MAX_ROWS = 512
 
-#: The function that a graph captures: (rows [B], positions [B], shared [B] or None, common [1] or None, num_splits,
-#: hidden [B, width]); it writes hidden. All tensors are on the device, and inputs are int32. Rows and positions of -1
-#: are padding, which changes no table and no cache. shared, common: see TritonWork; shared is 1 for padding.
+
+class Drafted(NamedTuple):
+    """What a decode step with drafts has in addition, int32 on the device. A row's tokens are adjacent."""
+
+    shared: torch.Tensor  # [B] see TritonWork; 1 for padding
+    saves: torch.Tensor  # [B] see DeviceStates; -1 for padding, and everywhere if the model has no recurrent states
+
+
+#: The function that a graph captures: (rows [B], positions [B], drafted or None, common [1] or None, num_splits, hidden
+#: [B, width]); it writes hidden. All tensors are on the device, and inputs are int32. Rows and positions of -1 are
+#: padding, which changes no table and no cache. common: see TritonWork.
 Decode = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, torch.Tensor],
+    [torch.Tensor, torch.Tensor, Drafted | None, torch.Tensor | None, int, torch.Tensor],
     None,
 ]
 
@@ -60,7 +68,7 @@ class DecodeGraphs:
         self.captured: dict[GraphSize, torch.cuda.CUDAGraph] = {}
         # at least 8: all rows of inputs start at multiples of 16 bytes
         size = padded_rows(max(8, min(num_rows, MAX_ROWS)))
-        self._inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
+        self._inputs = torch.full((4, size), -1, dtype=torch.int32, device=device)
         self._common = torch.zeros(1, dtype=torch.int32, device=device)
         self._hidden = torch.empty((size, width), dtype=torch.float32, device=device)
         self._pool = pool or GraphPool(device)
@@ -107,40 +115,41 @@ class DecodeGraphs:
         rows: torch.Tensor,
         positions: torch.Tensor,
         num_splits: int,
-        shared: torch.Tensor | None = None,
+        drafted: Drafted | None = None,
         common: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [n, width] of these rows [n] at these positions [n].
 
-        The next call overwrites the result. shared [n]: of a step with drafts. common [1]: of one whose rows have
-        leading splits in common. For both the number of rows is rounded up to a power of two, to need few graphs.
+        The next call overwrites the result. drafted: of a step with drafts. common [1]: of one whose rows have leading
+        splits in common. For both the number of rows is rounded up to a power of two, to need few graphs.
         """
         count = len(rows)
-        size = self.size_of(count, num_splits, shares=shared is not None, has_common=common is not None)
+        size = self.size_of(count, num_splits, shares=drafted is not None, has_common=common is not None)
         num_rows, graph = size.num_rows, self.captured.get(size)
         if graph is None:
             graph = self.captured[size] = self._capture(size)
         self._inputs[0, :count], self._inputs[1, :count] = rows, positions
-        if shared is not None:
-            self._inputs[2, :count] = shared
+        if drafted is not None:
+            self._inputs[2, :count], self._inputs[3, :count] = drafted
         if common is not None:
             self._common.copy_(common)
         if count < num_rows:
             self._inputs[:2, count:num_rows] = -1
             self._inputs[2, count:num_rows] = 1
+            self._inputs[3, count:num_rows] = -1
         graph.replay()
         return self._hidden[:count]
 
     def _capture(self, size: GraphSize) -> torch.cuda.CUDAGraph:
-        self._inputs[:2] = -1
+        self._inputs.fill_(-1)
         self._inputs[2] = 1
         self._common.zero_()
-        rows, positions, shared = (each[: size.num_rows] for each in self._inputs)
+        rows, positions, *drafted = (each[: size.num_rows] for each in self._inputs)
         decode = partial(
             self._decode,
             rows,
             positions,
-            shared if size.shares else None,
+            Drafted(*drafted) if size.shares else None,
             self._common if size.has_common else None,
             size.num_splits,
             self._hidden[: size.num_rows],

@@ -8,7 +8,6 @@ If requests share a block, K and V at its last position may come from another re
 draft, but never changes a token.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +22,15 @@ from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep, StepStates, kept_tokens
 from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import NO_INT32S, Int32s, Ints
-from kernels.elements import Numbers
+from kernels.memory.kv_cache import KVCache
 
 #: The most tokens whose K and V are computed at once: it bounds the memory for hidden states.
 _PIECE = 256
+
+
+def with_head(layout: str, cache: KVCache) -> str:
+    """Return the layout of blocks that have a head's K and V too. layout: without them. cache: the head's."""
+    return f"{layout} draft head: {cache.layout}"
 
 
 class _Late(NamedTuple):
@@ -39,7 +43,10 @@ class _Late(NamedTuple):
 
 
 class HeadDrafter:
-    """A draft head and the cache of its K and V. head: may be replaced by one for other weights of the model."""
+    """A draft head and the cache of its K and V, by the numbers of the model's blocks, and that of blocks on the host.
+
+    head: may be replaced by one for other weights of the model.
+    """
 
     def __init__(
         self,
@@ -58,38 +65,23 @@ class HeadDrafter:
         """
         self.head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
-        self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
-        self._swap_cache = head.allocate_swap_cache(num_swap_blocks, block_size) if num_swap_blocks else None
+        self.cache = head.allocate_cache(self._placing.num_blocks, block_size)
+        self.swap_cache = head.allocate_swap_cache(num_swap_blocks, block_size) if num_swap_blocks else None
         self._pause, self._is_late = DraftPause(), is_late
         self._late: list[_Late] = []
         self._num_late = 0  # tokens
-
-    @property
-    def memory(self) -> Sequence[Numbers]:
-        """Return the arrays with K and V, by the numbers of the model's blocks."""
-        return self._cache.memory
-
-    @property
-    def memory_on_host(self) -> Sequence[Numbers]:
-        """Return the same of blocks on the host."""
-        return () if self._swap_cache is None else self._swap_cache.memory
-
-    @property
-    def layout(self) -> str:
-        """Describe how K and V of a block are arranged."""
-        return self._cache.layout
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Copy the blocks that the plan copies, in the plan's order."""
         copied = plan.swapped_out_blocks, plan.copied_blocks, plan.swapped_in_slots
         if self._late and (len(plan.removed_rows) or any(map(len, copied))):
             self._store_late()
-        if self._swap_cache is not None:
-            self._cache.copy_blocks(plan.swapped_out_blocks, self._swap_cache, plan.swapped_out_slots)
+        if self.swap_cache is not None:
+            self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
         if len(plan.copied_blocks):
-            self._cache.copy_blocks(plan.copied_blocks, self._cache, plan.copied_to)
-        if self._swap_cache is not None:
-            self._swap_cache.copy_blocks(plan.swapped_in_slots, self._cache, plan.swapped_in_blocks)
+            self.cache.copy_blocks(plan.copied_blocks, self.cache, plan.copied_to)
+        if self.swap_cache is not None:
+            self.swap_cache.copy_blocks(plan.swapped_in_slots, self.cache, plan.swapped_in_blocks)
 
     def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
         """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
@@ -149,7 +141,7 @@ class HeadDrafter:
             np.concatenate(column)
             for column in zip(*((each.token_ids, each.positions, each.slots) for each in late), strict=True)
         )
-        self.head.store(token_ids, states, positions, slots, self._cache)
+        self.head.store(token_ids, states, positions, slots, self.cache)
 
     def _chain(
         self, rows: Ints, lengths: Ints, states: Tensor, table: RunnerTable, sampling: SamplingColumns
@@ -164,7 +156,7 @@ class HeadDrafter:
         def go_on(index: int, tokens: Ints) -> NextLogits:
             nonlocal states
             positions = np.minimum(lengths - 2 + index, last)
-            logits, states = self.head.forward(tokens, states, positions, tables, self._cache)
+            logits, states = self.head.forward(tokens, states, positions, tables, self.cache)
             return NextLogits(logits)
 
         tokens = table.tokens.get(rows, lengths - 1).astype(np.int64)

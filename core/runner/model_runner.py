@@ -134,7 +134,7 @@ class ModelRunner:
         """Return the step's result, with the drafts forced by grammars and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers and (self.states is None or self.states.takes_drafts):
+        if self.matchers and (self.states is None or self.states.num_spare):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             drafts = self._with_guesses(self.drafter, RanStep(plan, _states(inputs, result)), drafts)

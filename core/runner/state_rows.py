@@ -35,13 +35,12 @@ class RowStates:
         """states [rows, slots and spare slots, numbers] float32, on the host or a device.
 
         num_spare: the most drafts in all steps whose tokens are not known yet. swapped [slots, numbers]: those of
-        swapped requests, which follow the others in plans, if they are elsewhere; without spare slots.
+        swapped requests, which follow those of rows and slots in plans, if they are elsewhere.
         """
-        assert swapped is None or not num_spare, "spare slots are the last ones"
         self.states, self._swapped = states, swapped
         self.places: Ints = np.arange(len(states) - num_spare)  # where the states of rows and slots are stored
         self._spare: Ints = np.arange(len(states) - num_spare, len(states))  # of no step
-        self.takes_drafts = num_spare > 0  # whether steps may have drafts
+        self.num_spare = num_spare  # 0: no step may have drafts
         self.drafted: DraftStates | None = None  # of the last step with drafts
         self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation and rows of the last step's inputs
         self._plan: SchedulerOutput | None = None  # the step's, if it saves states
@@ -54,8 +53,8 @@ class RowStates:
 
     def _state(self, number: int) -> Tensor:
         """Return a view of the state with this number in plans."""
-        if self._swapped is not None and number >= len(self.states):
-            return self._swapped[number - len(self.states)]
+        if self._swapped is not None and number >= len(self.places):
+            return self._swapped[number - len(self.places)]
         return self.states[self.places[number]]
 
     def of_step(self, inputs: StepInputs) -> StateRows:
@@ -63,7 +62,9 @@ class RowStates:
         generation, rows = self._last
         if rows is None or generation == ONCE or generation != inputs.generation or self._plan is not None:
             firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
-            saves = None if inputs.sample_offsets is None else self._save(inputs, inputs.sample_offsets)
+            saves = None
+            if (in_plan := inputs.sample_rows) is not None and (offsets := inputs.sample_offsets) is not None:
+                saves = self.before_drafts(inputs.rows, in_plan, offsets, inputs.logits_rows, len(inputs.token_ids))
             rows = StateRows(self.states, self.places[inputs.rows], firsts, self.with_planned(saves, firsts))
             self._last = inputs.generation if self._plan is None else ONCE, rows
         return rows
@@ -80,15 +81,29 @@ class RowStates:
         saves[firsts[plan.saved_rows] + plan.saved_after - 1] = self.places[plan.saved_slots]
         return saves
 
-    def _save(self, inputs: StepInputs, offsets: Ints) -> Ints:
-        """Return where the state after each token [T] is stored; -1: only the row's last state is kept."""
+    def before_drafts(self, rows: Ints, in_plan: Ints, offsets: Ints, logits_tokens: AnyInts, num_tokens: int) -> Ints:
+        """Return where a step with drafts stores the state after each token [T]; -1: only a row's last state is kept.
+
+        rows [R]: the plan's. in_plan, offsets, logits_tokens [S]: see StepInputs. num_tokens: T.
+        """
         drafted = np.flatnonzero(offsets[1:])  # samples followed by a draft of the same row
         assert len(drafted) <= len(self._spare), f"{len(drafted)} drafts, but slots for {len(self._spare)} states"
-        saved, saves = np.full(len(offsets), -1), np.full(len(inputs.token_ids), -1)
+        saved, saves = np.full(len(offsets), -1), np.full(num_tokens, -1)
         saved[drafted], self._spare = self._spare[: len(drafted)], self._spare[len(drafted) :]
-        saves[inputs.logits_rows] = saved
-        in_plan = np.flatnonzero(inputs.samples)
-        self.drafted = DraftStates(inputs.rows[in_plan], in_plan, np.flatnonzero(offsets == 0), saved)
+        saves[logits_tokens] = saved
+        begins = np.flatnonzero(offsets == 0)
+        self.drafted = DraftStates(rows[in_plan[begins]], in_plan[begins], begins, saved)
+        return saves
+
+    def trial_saves(self, num_tokens: int) -> Ints | None:
+        """Return where a step of one row whose tokens are drafts stores states, as far as there are spare slots.
+
+        None: nowhere. What it stores is never read.
+        """
+        if (count := min(num_tokens - 1, len(self._spare))) < 1:
+            return None
+        saves = np.full(num_tokens, -1)
+        saves[:count] = self._spare[:count]
         return saves
 
     def accept(self, drafted: DraftStates, counts: AnyInts, live: Bools | None = None) -> None:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
 
 from core.batch.kept_states import KeptStates
-from core.execution.shared_blocks import BlockMemory, ReadableBlocks, SharedBlocks
+from core.execution.shared_blocks import ReadableBlocks, SharedBlocks, WritableBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.orders import Fetch, Leave, Look, Order, Retain, Store, Windows
@@ -71,7 +71,7 @@ class BesideBlocks(Protocol):
 
     def __getitem__(self, block: int, /) -> int: ...
 
-    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, WritableBlocks]:
         """Return where it is: in the cache, and where it is read to."""
 
 
@@ -91,7 +91,7 @@ class StateContents:
     def __getitem__(self, slot: int, /) -> int:
         return int(self._content[slot])
 
-    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, WritableBlocks]:
         """Return the memory of states."""
         assert blocks.states is not None, "the executor shares no states"
         return blocks.states, blocks.states
@@ -114,7 +114,7 @@ class BesideContents:
         # A page that has since been given to another block was counted as evicted.
         return int(self._names.content[self._beside.owner[block // self.page_blocks]])
 
-    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, BlockMemory]:
+    def memory(self, blocks: SharedBlocks) -> tuple[ReadableBlocks, WritableBlocks]:
         """Return the memory of all blocks."""
         return blocks.cache, blocks.host
 
@@ -309,8 +309,12 @@ class BlockStore:
         if count < len(order.slots) or self._beside is None:
             return count
         beside = [self._names.beside(names[place]) for place in order.places.tolist()]
-        slots = order.window_slots.reshape(-1, self._beside.page_blocks).tolist()
-        return count + self._read(-order.ticket, beside, [self._of_beside[1].views(*one) for one in slots])
+        slots, memory = order.window_slots.reshape(-1, self._beside.page_blocks).tolist(), self._of_beside[1]
+        rooms = [memory.room(*one) for one in slots]
+        num_read = self._read(-order.ticket, beside, rooms)
+        for parts, blocks in zip(rooms[:num_read], slots, strict=False):
+            memory.fill(parts, *blocks)
+        return count + num_read
 
     def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
         """Read blocks into these places, each from any connector. Return how many were read, from the first on."""

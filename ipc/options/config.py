@@ -400,11 +400,6 @@ def _check_speculation(config: EngineConfig) -> None:
     settings, executor = config.speculative_config, config.executor
     if settings is None:
         return
-    if config.device == "cuda" and settings.runs_head and config.kv_stores:
-        raise ConfigError(
-            f"{config.kv_stores[0]} on device=cuda does not support the blocks of a head that drafts "
-            f"(speculative_config: method={settings.method!r}): leave one of the two out"
-        )
     if config.device == "cuda" and settings.runs_model and config.async_scheduling:
         raise ConfigError(
             f"async_scheduling=true: speculative_config method={settings.method!r} needs each step's tokens before the "

@@ -44,13 +44,36 @@ def device_states(requests: StateRows, device: torch.device) -> DeviceStates:
     return DeviceStates(requests.states, rows, firsts, owners.to(device), saves)
 
 
-def no_states(size: int, num_tokens: torch.Tensor) -> DeviceStates:
-    """Return states of `size` numbers for a trial step that computes none. num_tokens [R]: of the requests."""
+def decoding_states(states: torch.Tensor, slots: torch.Tensor, saves: torch.Tensor | None) -> DeviceStates:
+    """Return the states of a step of T tokens, of which those of one request are adjacent, without asking the device.
+
+    slots [T] int32: of each token's request; -1 = padding. saves: see DeviceStates; None: each request has one token.
+    """
+    count = len(slots)
+    indices = torch.arange(count + 1, dtype=torch.int32, device=slots.device)
+    if saves is None:
+        return DeviceStates(states, slots, indices, indices[:-1])
+    begins = torch.ones(count, dtype=torch.bool, device=slots.device)
+    begins[1:] = slots[1:] != slots[:-1]
+    owners = begins.cumsum(0) - 1
+    places = torch.where(begins, owners, count)  # of requests; what is written to the last one is not a request
+    rows, firsts = torch.full_like(indices, -1), torch.full_like(indices, count)
+    rows[places] = torch.where(begins, slots, -1)
+    firsts[places] = torch.where(begins, indices[:-1], count)
+    return DeviceStates(states, rows[:-1], firsts, owners.int(), saves)
+
+
+def no_states(size: int, num_tokens: torch.Tensor, *, saves: bool = False) -> DeviceStates:
+    """Return states of `size` numbers for a trial step that computes none.
+
+    num_tokens [R]: of the requests. saves: the step could store states after its tokens, which is another kernel.
+    """
     counts, device = num_tokens.int(), num_tokens.device
     firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)))
     rows = torch.full_like(counts, -1)
     owners = torch.arange(len(counts), dtype=torch.int32, device=device).repeat_interleave(counts)
-    return DeviceStates(torch.empty(1, size, device=device), rows, firsts, owners)
+    nowhere = torch.full_like(owners, -1) if saves else None
+    return DeviceStates(torch.empty(1, size, device=device), rows, firsts, owners, nowhere)
 
 
 # fmt: off

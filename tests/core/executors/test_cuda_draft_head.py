@@ -7,9 +7,6 @@ import pytest
 
 from core.executors.cuda import CudaExecutor
 from core.runner import mixed_graphs
-from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
-from ipc.options.speculation import SpeculativeConfig
 from tests.core.draft_heads import EAGLE3, LLAMA, MIMO, Reference, model_shapes, random_weights, write, write_eagle3
 from tests.core.executors.test_draft_head import GREEDY, config_of, run
 from tests.core.runner.test_mixed_graphs import RecordingPool
@@ -62,10 +59,3 @@ def test_drafts_are_those_of_the_reference_and_no_token_changes(
     for tokens, drafts in heard[::3]:
         reference.check(tokens, drafts)
     assert len(heard) > 5
-
-
-def test_files_of_blocks_lack_those_of_heads(tmp_path: Path) -> None:
-    settings = SpeculativeConfig(method="mtp")
-    options: dict[str, Any] = {"kv_dir": str(tmp_path), "num_host_blocks": 8, "speculative_config": settings}
-    with pytest.raises(ConfigError, match="kv_dir on device=cuda does not support the blocks of a head"):
-        EngineConfig(device="cuda", **options)

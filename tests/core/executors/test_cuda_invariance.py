@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from core.models.operations.triton_operations import TritonOperations
-from core.runner import cuda_model_runner
+from core.runner import cuda_model_runner, device_columns
 from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.triton import attention_work, decode_attention, prefill_attention
@@ -81,7 +81,8 @@ def test_no_bit_differs_with_a_cache_in_8_bits(
 def test_splits_in_common_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the engine, for requests that find the first one's blocks; log probabilities have the same bits."""
     use_splits(32, monkeypatch)
-    monkeypatch.setattr(cuda_model_runner, "SPLIT", 32)
+    for module in (cuda_model_runner, device_columns):
+        monkeypatch.setattr(module, "SPLIT", 32)
     begin, params = engine.ids(35, 1), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=2)
     requests = [([*begin, 7 * number], params) for number in range(3, 6)]
     calls: list[int] = []
@@ -114,9 +115,9 @@ def test_whole_splits_of_decoding_rows_are_in_common(
     counts: list[int], lengths: list[int], num_blocks: int, expected: list[int]
 ) -> None:
     rows, ends = np.arange(len(counts)), np.array(lengths)
-    columns = cuda_model_runner.step_columns(rows, np.array(counts, np.int32), ends, rows)
+    columns = device_columns.step_columns(rows, np.array(counts, np.int32), ends, rows)
     plan: Any = SimpleNamespace(num_common_prefix_blocks=num_blocks)
-    found = cuda_model_runner.common_splits(plan, columns, 16)
+    found = device_columns.common_splits(plan, columns, 16)
     assert [count for column in found for count in column.tolist()] == expected
 
 

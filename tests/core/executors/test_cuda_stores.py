@@ -1,4 +1,5 @@
-"""The CUDA executor's blocks in a folder: a second engine finds what the first one has left, and no token changes."""
+"""The CUDA executor's blocks and states in a folder: a second engine finds what the first has left, and no token
+changes."""
 
 import time
 from collections import deque
@@ -15,8 +16,10 @@ from core.inputs import EngineInput, StoreNews
 from core.process.resolve import resolve
 from core.process.start import open_stores, start_store, with_orders
 from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, Outputs
+from tests.core.executors.test_cuda_recurrent import KINDS_OF_LAYERS, write
 from tests.triton_device import ANYWHERE
 from tools.lab.bench.tiny_model import write_tiny_model
 
@@ -27,11 +30,23 @@ SAMPLING = SamplingParams(temperature=0.8, seed=5, max_tokens=3, ignore_eos=True
 PATIENCE_S = 60
 
 
-@pytest.fixture(scope="module", name="model")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder)
-    return str(folder)
+STATES: dict[str, Any] = {"load_format": "dummy", "kv_cache_memory_bytes": 1 << 22}
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=2, step_ns=(10**6,) * 8)
+#: Options of an engine, and how many blocks and states PROMPT leaves.
+MODELS: dict[str, tuple[dict[str, Any], int]] = {
+    "attention": ({}, 4),
+    "recurrent": (STATES, 5),
+    "recurrent with a head": ({**STATES, "speculative_config": MTP}, 5),
+}
+
+
+@pytest.fixture(scope="module", name="folder_of")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folders = [tmp_path_factory.mktemp("tiny") for _ in MODELS]
+    write_tiny_model(folders[0])
+    for folder, kind in zip(folders[1:], ("short convolution", "gated delta"), strict=True):
+        write(folder, {**KINDS_OF_LAYERS[kind], "vocab_size": 80})
+    return dict(zip(MODELS, map(str, folders), strict=True))
 
 
 class Answer:
@@ -68,11 +83,15 @@ class Answer:
             inbox = [(0, self.news.popleft()) for _ in range(len(self.news))]
 
 
-def test_blocks_outlive_the_engine(model: str, tmp_path: Path) -> None:
-    first = Answer(model, tmp_path / "kv", async_scheduling=True)
-    assert (first.num_stored, first.num_fetched, len(first.tokens)) == (4, 0, 3)
-    second = Answer(model, tmp_path / "kv")
-    assert (second.num_fetched, second.tokens) == (4, first.tokens)
+@pytest.mark.parametrize(
+    "kind", ["attention", pytest.param("recurrent", marks=pytest.mark.soak), "recurrent with a head"]
+)
+def test_blocks_and_states_outlive_the_engine(folder_of: dict[str, str], kind: str, tmp_path: Path) -> None:
+    model, (options, count) = folder_of[kind], MODELS[kind]
+    first = Answer(model, tmp_path / "kv", **options)
+    assert (first.num_stored, first.num_fetched, len(first.tokens)) == (count, 0, 3)
+    second = Answer(model, tmp_path / "kv", **options)
+    assert (second.num_fetched, second.tokens) == (count, first.tokens)
     caches = [answer.executor.runner.cache for answer in (first, second)]
     blocks = [
         [part.tobytes() for block in range(1, 6) for part in answer.executor.shared_blocks.cache.views(block)]  # type: ignore[union-attr]
@@ -84,5 +103,5 @@ def test_blocks_outlive_the_engine(model: str, tmp_path: Path) -> None:
         data = bytearray(path.read_bytes())
         data[-1] ^= 1
         path.write_bytes(data)
-    damaged = Answer(model, tmp_path / "kv")
+    damaged = Answer(model, tmp_path / "kv", **options)
     assert (damaged.num_fetched, damaged.tokens) == (0, first.tokens)

@@ -86,11 +86,15 @@ def test_each_draft_of_a_step_has_a_state() -> None:
         resolved(kv_cache_memory_bytes=15_999, speculative_config=NGRAM)
 
 
-def test_steps_in_flight_in_stages_share_the_states_of_drafts() -> None:
+def test_steps_in_flight_in_stages_and_on_a_gpu_share_the_states_of_drafts() -> None:
     options: dict[str, Any] = {"max_num_seqs": 16, "pipeline_parallel_size": 2, "speculative_config": NGRAM}
     config = resolved(kv_cache_memory_bytes=100_000, **options)
     assert (num_draft_states(config, 1000), most_drafts(config, 1000)) == (6, 3)
-    assert most_drafts(msgspec.structs.replace(config, tensor_parallel_size=2, pipeline_parallel_size=1), 1000) == 6
+    ranks = msgspec.structs.replace(config, tensor_parallel_size=2, pipeline_parallel_size=1)
+    assert most_drafts(ranks, 1000) == 6
+    on_gpu = msgspec.structs.replace(ranks, tensor_parallel_size=1, device="cuda")
+    for overlaps, most in ((True, 3), (False, 6)):
+        assert most_drafts(msgspec.structs.replace(on_gpu, async_scheduling=overlaps), 1000) == most
     with pytest.raises(ConfigError, match=r"too small for 2 drafts in flight: set it to at least 32000"):
         resolved(kv_cache_memory_bytes=31_999, **options)
 

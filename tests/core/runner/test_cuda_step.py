@@ -5,8 +5,8 @@ import torch
 
 from core.execution.plan import FAILED_TOKEN, SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from core.runner.cuda_model_runner import draft_columns
 from core.runner.cuda_step import Sampled, behind_drafts
+from core.runner.device_columns import draft_columns
 from core.runner.host_rows import HostRows
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups

@@ -3,6 +3,7 @@ gives the same tokens through them. That real graphs do what the recording does,
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from core.runner import decode_graphs
-from core.runner.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
+from core.runner.decode_graphs import Decode, DecodeGraphs, Drafted, padded_rows, padded_splits
 from core.runner.mixed_graphs import Mixed, MixedGraphs
 from ipc.params.sampling_params import SamplingParams
 from kernels.triton.attention_work import TritonWork
 from tests.core.executors import test_cuda_executor as engine
+from tests.core.executors import test_cuda_recurrent as recurrent
 from tests.core.executors import test_cuda_speculation as drafting
 from tests.triton_device import ANYWHERE, ON_GPU
 
@@ -98,9 +100,9 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
     places: set[int] = set()
 
     def decode(
-        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
+        rows: torch.Tensor, positions: torch.Tensor, drafted: Any, common: Any, num_splits: int, hidden: torch.Tensor
     ) -> None:
-        assert shared is None
+        assert drafted is None
         assert common is None
         seen.append([rows.tolist(), positions.tolist()])
         places.update((rows.data_ptr(), positions.data_ptr(), hidden.data_ptr()))
@@ -124,21 +126,24 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
 
 def test_sizes_with_drafts_are_few(cuda: list[tuple[int, int]]) -> None:
     seen: list[list[int]] = []
+    stored: list[list[int]] = []
 
     def decode(
-        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
+        rows: torch.Tensor, positions: torch.Tensor, drafted: Any, common: Any, num_splits: int, hidden: torch.Tensor
     ) -> None:
-        seen.append(next((each.tolist() for each in (shared, common) if each is not None), []))
+        seen.append(next((each.tolist() for each in (*(drafted or ()), common) if each is not None), []))
+        stored.append([] if drafted is None else drafted.saves.tolist())
         hidden.copy_(rows[:, None])
 
     graphs = DecodeGraphs(decode, torch.device("cpu"), 21, 1)
     for count in (1, 3, 9, 12, 17):
         rows = torch.arange(count, dtype=torch.int32)
-        assert graphs(rows, rows, 1, rows + 7)[:, 0].tolist() == rows.tolist()
+        assert graphs(rows, rows, 1, Drafted(rows + 7, rows + 5))[:, 0].tolist() == rows.tolist()
         if count == 3:
             assert seen[-1] == [7, 8, 9, 1], "padding has a program of its own"
+            assert stored[-1] == [5, 6, 7, -1], "and stores no state"
     assert [size for size, _ in cuda] == [1, 4, 16, 24], "17 would be 32, and there is room for 24"
-    assert graphs(rows, rows, 1).tolist() == graphs(rows, rows, 1, rows).tolist()
+    assert graphs(rows, rows, 1).tolist() == graphs(rows, rows, 1, Drafted(rows, rows)).tolist()
     assert cuda[4:] == [(24, 1)], "one of the same size without drafts is another"
     for count in (3, 2):
         graphs(rows, rows, 1, None, torch.tensor([count], dtype=torch.int32))
@@ -188,6 +193,21 @@ def test_a_runner_with_drafts_gives_the_same_tokens_with_graphs(
     assert {size for size, _ in cuda} >= {1, 2, 4, 8}, "two rows, and with their drafts more"
 
 
+def test_recurrent_states_are_found_and_stored_within_graphs(cuda: list[tuple[int, int]], tmp_path: Path) -> None:
+    """Rows have changed their slots by drafts, and go on in graphs with drafts and without."""
+    folder = recurrent.write(tmp_path, recurrent.KINDS_OF_LAYERS["short convolution"])
+    right = recurrent.engine_of(folder, None).run([0, 1, 2], recurrent.NUM_TOKENS, recurrent.ASKED)
+
+    def with_graphs(engine: recurrent.Engine) -> recurrent.Engine:
+        made: Any = engine.executor.runner
+        made.graphs = made.make_graphs(made.most_alone)
+        return engine
+
+    got = recurrent.run_hostile(with_graphs(recurrent.engine_of(folder, recurrent.drafts())), "random", right)
+    assert (got.tokens, got.logprobs) == (right.tokens, right.logprobs)
+    assert {size for size, _ in cuda} >= {1, 2, 4, 8}
+
+
 def test_sizes() -> None:
     assert [padded_rows(n) for n in (1, 2, 3, 4, 5, 8, 9, 65, 250, 257)] == [1, 2, 4, 4, 8, 8, 16, 80, 256, 288]
     assert [padded_splits(n) for n in (1, 2, 3, 4, 5, 33)] == [1, 4, 4, 4, 16, 64]
@@ -197,7 +217,7 @@ def test_all_sizes_are_captured_at_start_and_none_afterwards(cuda: list[tuple[in
     """For up to 256 rows with any context, in fewer than 150 graphs, the largest first."""
 
     def decode(
-        rows: torch.Tensor, positions: torch.Tensor, shared: Any, common: Any, num_splits: int, hidden: torch.Tensor
+        rows: torch.Tensor, positions: torch.Tensor, drafted: Any, common: Any, num_splits: int, hidden: torch.Tensor
     ) -> None:
         hidden.copy_(rows[:, None])
 

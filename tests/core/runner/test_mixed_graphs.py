@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.runner import cuda_model_runner, mixed_graphs
+from core.runner import cuda_model_runner, device_columns, mixed_graphs
 from core.runner.mixed_graphs import MixedGraphs, MixedSize, token_sizes
 from ipc.params.sampling_params import SamplingParams
 from kernels.triton.attention_work import TritonWork
@@ -107,7 +107,8 @@ def test_lists_of_work_are_padded_and_the_smallest_graph_is_used() -> None:
 def test_a_runner_gives_the_same_bits_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks next to rows that decode, beyond a split; nothing is captured once it is ready."""
     use_splits(32, monkeypatch)
-    monkeypatch.setattr(cuda_model_runner, "SPLIT", 32)
+    for module in (cuda_model_runner, device_columns):
+        monkeypatch.setattr(module, "SPLIT", 32)
     monkeypatch.setattr(mixed_graphs, "_SMALL", (32,))
     options: list[dict[str, Any]] = [{"temperature": 0, "logprobs": 2}, {"temperature": 1.5, "logprobs": 1}]
     requests = [

@@ -9,7 +9,7 @@ import torch
 
 from core.models.config import RecurrentParts
 from kernels.recurrence import RecurrenceParts, StateRows, recur
-from kernels.triton.recurrence import TritonRecurrence, device_states
+from kernels.triton.recurrence import TritonRecurrence, decoding_states, device_states
 from tests.core.runner.invariance_kinds import KINDS
 from tests.triton_device import ANYWHERE, DEVICE
 
@@ -99,3 +99,17 @@ def test_padding_computes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         results = run(parts, torch.ones(2, sum(parts.sizes.parts)), [2], states, rows=[-1])
     assert states.isnan().all()
     assert torch.equal(results, torch.zeros(2, parts.sizes.out_width))
+
+
+def test_the_requests_of_a_decode_step_are_found_on_the_device() -> None:
+    """From the slots of its tokens: those of a request with drafts are adjacent, and padding follows."""
+    states, slots = torch.zeros(9, 4), torch.tensor([5, 5, 5, 2, 7, 7, -1, -1], dtype=torch.int32)
+    saves = torch.tensor([8, 6, -1, -1, 4, -1, -1, -1], dtype=torch.int32)
+    found = decoding_states(states, slots, saves)
+    assert found.rows.tolist() == [5, 2, 7, -1, -1, -1, -1, -1]
+    assert found.firsts.tolist() == [0, 3, 4, 6, 8, 8, 8, 8, 8]
+    assert found.owners.tolist() == [0, 0, 0, 1, 2, 2, 3, 3]
+    assert found.saves is saves
+    plain = decoding_states(states, slots[3:5], None)
+    assert [each.tolist() for each in plain[1:4]] == [[2, 7], [0, 1, 2], [0, 1]]
+    assert plain.saves is None

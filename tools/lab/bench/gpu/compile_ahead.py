@@ -24,6 +24,7 @@ from core.executors.cuda import CudaExecutor
 from core.models import device_model
 from core.models.llama import Llama
 from core.process.resolve import resolve
+from core.runner.decode_graphs import Drafted
 from ipc.options.config import EngineConfig
 from kernels.triton import device as triton_device
 from kernels.triton.ordered_product import TILES
@@ -82,7 +83,7 @@ def run_steps(model: str | None) -> None:
         common = torch.zeros(1, dtype=torch.int32) if kind == "common" and num_splits > 1 else None
         hidden = torch.empty(size, llama.config.hidden_size)
         with torch.inference_mode():
-            runner.decode(rows, rows, shared if kind == "drafts" else None, common, num_splits, hidden)
+            runner.decode(rows, rows, Drafted(shared, rows) if kind == "drafts" else None, common, num_splits, hidden)
     logits, words = torch.zeros(2, llama.vocab_size), torch.zeros(8, 2, dtype=torch.int32)
     for draws, cuts in ((False, False), (True, False), (True, True)):
         sample_tokens(logits.clone(), words, Kinds(draws, cuts))
