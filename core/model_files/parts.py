@@ -36,12 +36,12 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     if num_ranks == num_stages == 1:
         return
     option, speculative = part_option(num_ranks), config.speculative_config
-    if speculative is not None and speculative.runs_head and speculative.model is not None:
-        if is_assistant(resolve_model(speculative.model)):
-            raise ConfigError(
-                f"speculative_config: the assistant {speculative.model} reads K and V of the whole model, but each of "
-                f"several workers has only a part: leave {option} out"
-            )
+    head = None if speculative is None or not speculative.runs_head else speculative.model
+    if head is not None and is_assistant(resolve_model(head)):
+        raise ConfigError(
+            f"speculative_config: the assistant {head} reads K and V of the whole model, but each of several workers "
+            f"has only a part: leave {option} out"
+        )
     if config.device == "cuda":
         _check_devices(path, config, model, num_stages)
     elif config.numerics == "L0" or config.cpu_kernels == "torch":

@@ -17,8 +17,8 @@ from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
 from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
-from core.scheduling.block_exchange import MAX_WAIT_NS, WAIT_NS_PER_TOKEN
 from core.kv.orders import Fetch
+from core.scheduling.block_exchange import MAX_WAIT_NS, WAIT_NS_PER_TOKEN
 from core.tiers import block_file
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import Abort, AddRequest, ResetPrefixCache
