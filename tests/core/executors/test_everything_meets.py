@@ -189,10 +189,9 @@ def test_nothing_differs_with_recurrent_layers(folders: Folders, crowd: str, tmp
     [pytest.param(crowd, marks=[] if crowd in ("swapped", "aborted") else pytest.mark.soak) for crowd in CROWDED],
 )
 def test_nothing_differs_with_an_assistant(folders: Folders, crowd: str, tmp_path: Path) -> None:
-    pair = AssistedModel("gemma4-31b", 0.4, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    pair = AssistedModel("gemma4-31b", 0.7, vocab_size=VOCAB_SIZE, eos_token_id=EOS)
     model, assistant = pair.write(tmp_path)
-    stats = compare(folders, model, "mtp", crowd, assistant)
-    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert compare(folders, model, "mtp", crowd, assistant).num_accepted_tokens > 0
 
 
 def compare(

@@ -219,7 +219,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "gpt_oss", **ROUTED, "swiglu_limit": 10.0}, "swiglu_limit=10.0.*only 7.0 is"),
     ({"architectures": ["Mamba2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
-    ({"architectures": ["Gemma3nForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 8}, "layer_types=.*all layers of a Mistral"),
     ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"] * 8}, "layer_types=.*'full_attention' and"),
     ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation='gelu'.*'gelu_pytorch_tanh' are"),
@@ -366,7 +365,7 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen2",
         {"attention.sliding_window": 9},
-        "only gemma3, gemma4, gemma2, phi3, .*, cohere2, gpt-oss, exaone-moe have one",
+        "only gemma3, gemma4, gemma3n, gemma2, phi3, .*, cohere2, gpt-oss, exaone-moe have one",
     ),
     ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
     ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),

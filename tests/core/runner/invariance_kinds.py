@@ -169,6 +169,11 @@ def is_recurrent(case: Any) -> bool:
     return KINDS[getattr(case, "values", case)[1]].recurrent is not None
 
 
+def is_one_call(case: Any) -> bool:
+    """Return whether a step of the kind of a case of EVERY_KIND is one C call."""
+    return KINDS[getattr(case, "values", case)[1]].streams is None
+
+
 def random_weights(config: ModelConfig, dtype: Dtype) -> dict[str, Numbers]:
     """Return weights by name, the same on every machine."""
     rng = np.random.Generator(np.random.PCG64(5))
