@@ -159,6 +159,7 @@ def test_an_engine_that_died_has_its_adapters_again(llm: LLM, checkpoint: Checkp
     long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     prompt, adapter = {"prompt_token_ids": PROMPTS[2]}, LoRARequest("late", 4)
     expected = tokens_of(llm.generate(prompt, long, use_tqdm=False, lora_request=adapter))
+    llm.client.pause()  # it would be answered before the kill if this process had to wait for a core
     llm.llm_engine.add_request("a", prompt, long, lora_request=adapter)
     os.kill(llm.client.welcome.pid, signal.SIGKILL)
     outputs: list[Any] = []
