@@ -25,8 +25,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Tests run the GPU kernels under its interpreter. A CUDA build of torch brings the version it was made with.
 TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
-# Processes that run the tests. A quarter of the time of these is waiting, so two cores have work for three. Each begins
-# in another folder (worksteal), so that some wait while others compute.
+# Processes that run the tests. A quarter of the time of these is waiting, so two cores have work for three.
 WORKERS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,17 +52,17 @@ run: venv
 # alone; a failure that the second run does not show is still a fault to be found, and the first run's output names it.
 test: $(DEV_STAMP)
 	$(MAKE) --no-print-directory -j 2 check kernels
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -q tests || \
+	$(BIN)/python -m pytest --processes $(WORKERS) -q tests || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none tests; }
 
 test-wheel: $(DEV_STAMP)
-	$(BIN)/python -m tests.build_wheel.suite -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m tests.build_wheel.suite --processes $(WORKERS) $(ARGS)
 
 soak: $(DEV_STAMP)
 	ENGINE_CORE_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m soak --timeout 1800 tests
 
 pythons:
-	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),-n $(WORKERS) tests)
+	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),--processes $(WORKERS) tests)
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)

@@ -1,4 +1,4 @@
-"""Suite-wide: nothing may be left behind. Each pytest process (xdist's workers too) checks itself at its end."""
+"""Suite-wide: nothing may be left behind. Each process that runs tests checks itself at its end."""
 
 import atexit
 import gc
@@ -37,6 +37,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Who starts the suite in the background may have it ignore Ctrl-C, and all that it starts; some tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+pytest_plugins = ["tests.processes.plugin"]
+
 _MARK = "ENGINE_CORE_TEST_PROCESS"  # in the environment of everything that a test starts, children of children too
 # A child of Python's own, which ends with its parent. From Python 3.14 on, the lock of tqdm's bars starts it.
 _TRACKER = "multiprocessing.resource_tracker"
@@ -46,10 +48,12 @@ _ENDING_S = 5.0  # seconds that processes and threads get to end after the last 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Collect without the garbage collector, which looked through what stays 22 times, 5 s long. It leaves that alone
-    afterwards too."""
+    afterwards too. And without the threads of tokenizers, which processes forked afterwards would lack."""
     gc.disable()
     try:
-        return (yield)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TOKENIZERS_PARALLELISM", "false")
+            return (yield)
     finally:
         gc.enable()
         gc.freeze()
@@ -72,6 +76,7 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
         patch.setenv(_MARK, mark)
         with preloaded_starts():
             yield
+        gc.collect()  # an error of what it ends is an error of the last test
 
     def look() -> list[str]:
         files = [*Path(folder).rglob("*"), *(_runtime_files() - runtime_before)]
@@ -84,14 +89,16 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert not found, "left behind: " + "; ".join(found)
 
 
-@pytest.fixture(autouse=True)
-def interrupts_still_arrive() -> Iterator[None]:
-    """Fails a test that leaves Ctrl-C ignored or blocked in this process, for the tests after it."""
-    yield
-    handler, blocked = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    assert handler is signal.default_int_handler, f"SIGINT is left to {handler}"
-    assert signal.SIGINT not in blocked, f"SIGINT is left blocked, with {blocked}"
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Fail a test that leaves Ctrl-C ignored or blocked in this process, for the tests after it."""
+    try:
+        yield
+    finally:
+        handler, blocked = signal.getsignal(signal.SIGINT), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert handler is signal.default_int_handler, f"SIGINT is left to {handler}"
+        assert signal.SIGINT not in blocked, f"SIGINT is left blocked, with {blocked}"
 
 
 def _processes(mark: str) -> list[str]:

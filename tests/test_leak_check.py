@@ -8,7 +8,10 @@ from pathlib import Path
 CONFTEST = Path(__file__).parent / "conftest.py"
 
 LEAKY = """
-import os, subprocess, sys, tempfile, threading
+import os, signal, subprocess, sys, tempfile, threading
+
+def test_ignores_interrupts():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 def test_leaves_a_child():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2.1)"])
@@ -36,8 +39,14 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
 
 def test_leaks_are_found(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, LEAKY)
-    assert "4 passed, 1 error" in done.stdout, done.stdout + done.stderr
-    for what in ("time.sleep(2.1)", "time.sleep(2.2)", ".forgotten", "thread forgotten-thread"):
+    assert "5 passed, 2 errors" in done.stdout, done.stdout + done.stderr
+    for what in (
+        "SIGINT is left to",
+        "time.sleep(2.1)",
+        "time.sleep(2.2)",
+        ".forgotten",
+        "thread forgotten-thread",
+    ):
         assert what in done.stdout, what
 
 

@@ -45,7 +45,7 @@ exec qemu-aarch64 ${{ARM_PLUGIN:+-plugin "$ARM_PLUGIN"}} -cpu "${{ARM_CPU:-max}}
 """
 _GLIBC = ("34", "28", "27", "26", "24", "17")  # of Debian 12 and older: the wheels that it runs
 #: What the kernels' tests and the demo model need beyond the project's own dependencies.
-_TESTS = ("gguf", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "safetensors")
+_TESTS = ("gguf", "hypothesis", "pytest", "pytest-timeout", "safetensors")
 #: Later versions of torch load CUDA on ARM64.
 _TORCH = ("torch==2.8.0", "sympy", "networkx", "filelock", "fsspec", "typing_extensions")
 

@@ -24,12 +24,12 @@ esac
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file, with one variant of the kernels, which is not compiled again; `make test-wheel` compiles all variants.
-    Workers of one run share it.
+    The processes of one run share it.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-dist"
+    folder = (base.parent if request.config.getoption("processes") > 1 else base) / "shared-dist"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

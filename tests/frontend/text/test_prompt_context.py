@@ -19,9 +19,8 @@ from frontend.text.prompts import Prompt
 from frontend.text.tokenizer import Tokenizer
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.wire.messages import FinishReason
-from tests.frontend.text.text_kinds import TEXT_KINDS
+from tests.frontend.text.text_kinds import KINDS, tokenizer_of
 
-KINDS = list(TEXT_KINDS)
 TEXTS = ["the fox does it", "Hello, world! it's  the   dog", "naïve café 你好，世界 👋🏽 the 👋", "the\nfox\n\n the"]
 CHUNKS = (1, 2, 5, 1000)
 
@@ -57,7 +56,7 @@ def streamed(tokenizer: Tokenizer, prompt: list[int], output: list[int], size: i
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_prompt_and_output_are_one_text(kind: str, text: str) -> None:
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(text)
     num_whole = 0
     for cut in range(len(ids) + 1):
@@ -77,7 +76,7 @@ def test_prompt_and_output_are_one_text(kind: str, text: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_tokens(kind: str) -> None:
     """Special tokens, bytes that make no character and ids that do not exist, on both sides of the border."""
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     rng = random.Random(kind)
     pieces = [i for i in range(tokenizer.vocab_size) if len(tokenizer.hf.id_to_token(i) or "") in (1, 6)]
     for _ in range(300):
@@ -94,7 +93,7 @@ def test_random_tokens(kind: str) -> None:
 def test_equals_transformers() -> None:
     from transformers import PreTrainedTokenizerFast
 
-    for tokenizer in TEXT_KINDS.values():
+    for tokenizer in map(tokenizer_of, KINDS):
         oracle = PreTrainedTokenizerFast(tokenizer_object=tokenizer.hf, clean_up_tokenization_spaces=False)
         ids = tokenizer.encode("Hello the fox does it")
         for cut in range(1, len(ids)):
@@ -126,7 +125,7 @@ def token_texts(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs | None] |
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_of_every_output_kind(kind: str, output_kind: RequestOutputKind) -> None:
     """Both choices of a request; the prompt as token ids; the tokens' texts one after the other are the text."""
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     shown_text = partial(tokenizer.decode, skip_special_tokens=True)
     prompt = tokenizer.encode("the cat")
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in ("the is is", "é👋")]
@@ -144,7 +143,7 @@ def test_requests_of_every_output_kind(kind: str, output_kind: RequestOutputKind
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_that_begins_with_the_first_space(kind: str) -> None:
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode("the cat is on")
     cut = next(i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1], skip_special_tokens=True) == "the cat") + 1
     params = SamplingParams(max_tokens=None, stop=[" is"], output_kind=RequestOutputKind.FINAL_ONLY)
@@ -156,7 +155,7 @@ def test_a_stop_string_that_begins_with_the_first_space(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_string_is_not_looked_for_in_the_prompt(kind: str) -> None:
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     prompt, output = tokenizer.encode("the the"), tokenizer.encode(" the fox", add_special_tokens=False)
     detokenizer = Detokenizer(tokenizer, stop=["the the"], context=prompt_context(tokenizer, prompt, True))
     detokenizer.update(output)
@@ -170,7 +169,7 @@ def _byte_ids(tokenizer: Tokenizer, data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["byte level", "byte level in a sequence", "llama 2", "gguf llama", "gguf gemma"])
 def test_a_character_that_the_prompt_begins_and_the_output_ends(kind: str) -> None:
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     for num_prompt_bytes in (1, 2, 3):
         word = tokenizer.encode("the", add_special_tokens=False)
         ids = [*word, *_byte_ids(tokenizer, "👋".encode()), *word]
@@ -186,7 +185,7 @@ def test_a_character_that_the_prompt_begins_and_the_output_ends(kind: str) -> No
 @pytest.mark.parametrize("kind", ["llama 2", "gguf llama", "gguf gemma"])
 def test_a_run_of_bytes_over_the_border(kind: str) -> None:
     """The run is decoded as a whole: bad bytes in the output take no character of the prompt back."""
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     word = tokenizer.encode("the", add_special_tokens=False)
     run = _byte_ids(tokenizer, ("👋" * 10).encode())
     assert len(run) > CONTEXT_TOKENS
@@ -207,7 +206,7 @@ def test_a_run_of_bytes_over_the_border(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_without_text(kind: str) -> None:
     """The output is then the beginning of the text, unless the special tokens are a part of it."""
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     output = tokenizer.encode("the fox", add_special_tokens=False)
     special = min(tokenizer.special_token_ids)
     for prompt in ([], [special], [special] * 40, [10**6]):
@@ -221,6 +220,6 @@ def test_a_prompt_without_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_long_prompt_costs_no_more(kind: str) -> None:
-    tokenizer = TEXT_KINDS[kind]
+    tokenizer = tokenizer_of(kind)
     prompt = tokenizer.encode("the fox does it " * 1000)
     assert 0 < len(prompt_context(tokenizer, prompt, True)) <= CONTEXT_TOKENS

@@ -12,7 +12,7 @@ from frontend.text.text_cuts import text_bound, text_cuts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
-from tests.frontend.text.text_kinds import TEXT_KINDS
+from tests.frontend.text.text_kinds import tokenizer_of
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 
@@ -174,7 +174,7 @@ def test_parts_have_the_tokens_of_the_whole(kind: str, seed: int, words: list[st
 
 def xlm_roberta() -> tokenizers.Tokenizer:
     """XLM-R's kind: words first, and runs of spaces are one; its mask takes the spaces before it."""
-    tokens = [token for token in TEXT_KINDS["unigram"].hf.get_vocab() if not token.startswith("<")]
+    tokens = [token for token in tokenizer_of("unigram").hf.get_vocab() if not token.startswith("<")]
     hf = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), *((one, -len(one) / 7) for one in tokens)], 0, False))
     hf.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")])
     hf.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
@@ -210,7 +210,7 @@ WITH_SPACES = [
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("kind", [*SPACED, "xlm roberta"])
 def test_parts_have_the_tokens_of_the_whole_with_words_that_begin_with_spaces(kind: str, seed: int) -> None:
-    hf = xlm_roberta() if kind == "xlm roberta" else TEXT_KINDS[kind].hf
+    hf = xlm_roberta() if kind == "xlm roberta" else tokenizer_of(kind).hf
     draw = random.Random(seed)
     text = "".join(draw.choice(WITH_SPACES) for _ in range(1500))
     cuts = text_cuts(hf)

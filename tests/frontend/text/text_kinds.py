@@ -1,5 +1,8 @@
 """Tokenizers of every kind, out of one list of words: they differ in what the text of a token depends on."""
 
+from collections.abc import Callable
+from functools import cache
+
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -86,15 +89,22 @@ def _bytes_in_a_sequence() -> Tokenizer:
     return _with_specials(hf)
 
 
-TEXT_KINDS: dict[str, Tokenizer] = {
-    "byte level": Tokenizer.from_files(read_tokenizer_files(resolve_model(None))),
-    "byte level in a sequence": _bytes_in_a_sequence(),
-    "metaspace first": _metaspace("first"),
-    "metaspace always": _metaspace("always"),
-    "metaspace never": _metaspace("never", split=False),
-    "llama 2": _llama2(),
-    "gguf llama": _gguf(),
-    "gguf gemma": _gguf(add_space_prefix=False),
-    "unigram": _unigram(),
-    "word piece": _word_piece(),
+_BUILT: dict[str, Callable[[], Tokenizer]] = {
+    "byte level": lambda: Tokenizer.from_files(read_tokenizer_files(resolve_model(None))),
+    "byte level in a sequence": _bytes_in_a_sequence,
+    "metaspace first": lambda: _metaspace("first"),
+    "metaspace always": lambda: _metaspace("always"),
+    "metaspace never": lambda: _metaspace("never", split=False),
+    "llama 2": _llama2,
+    "gguf llama": _gguf,
+    "gguf gemma": lambda: _gguf(add_space_prefix=False),
+    "unigram": _unigram,
+    "word piece": _word_piece,
 }
+KINDS = tuple(_BUILT)
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    """Return a tokenizer, which is made when a test first needs it: making some starts threads."""
+    return _BUILT[kind]()
