@@ -21,7 +21,13 @@ from core.adapters.file_matrix import FileMatrix, model_matrices
 from core.adapters.peft_folder import read_peft_folder
 from core.adapters.remembered import RememberedModules
 from core.holders import Holders
-from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.errors import (
+    EngineCoreError,
+    InvalidRequestError,
+    ModelFileError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
 from ipc.files.gguf import GgufTensor, read_gguf
 from ipc.files.mapped_file import map_file
 from ipc.options.config import EngineConfig
@@ -63,11 +69,12 @@ class AdapterHost(Protocol):
 class Adapters:
     """One engine's adapters. All methods may be called from any thread.
 
-    host: the model's interface. Errors of the constructor: those of load(), for the config's lora_modules.
+    host: the model's interface. most: adapters for which there is memory; None = packing one finds out. Errors of the
+    constructor: those of load(), for the config's lora_modules.
     """
 
-    def __init__(self, config: EngineConfig, host: AdapterHost) -> None:
-        self._host, self._max_rank = host, config.max_lora_rank
+    def __init__(self, config: EngineConfig, host: AdapterHost, most: int | None = None) -> None:
+        self._host, self._max_rank, self._most = host, config.max_lora_rank, most
         self._lock = threading.Lock()  # for everything below
         self._loading = threading.Lock()  # one adapter at a time
         self._memory = RememberedModules(-1)
@@ -95,13 +102,21 @@ class Adapters:
         self._note()
 
     def load(self, name: str, path: str) -> LoraAdapter:
-        """Read an adapter's files and give it a name. Errors: ModelFileError, UnsupportedModelError."""
+        """Read an adapter's files and give it a name.
+
+        Errors: ModelFileError, UnsupportedModelError; OutOfMemoryError if there is no room for one more.
+        """
         if not name or len(name) > MAX_NAME_CHARS:
             raise ModelFileError(f"an adapter's name has 1 to {MAX_NAME_CHARS} characters; got {name!r:.80}")
         with self._loading:
             weights = self._read(Path(path))
             with self._lock:
                 packed = self._packed.get(weights.digest)
+                if packed is None and self._most is not None and len(self._packed) >= self._most:
+                    raise OutOfMemoryError(
+                        f"max_loras={self._most} adapters are loaded or in use, and the GPUs have memory for no more: "
+                        "unload one, or raise max_loras"
+                    )
             packed = packed or self._host.pack(weights)
             listed = LoraAdapter(name, weights.digest, weights.rank, packed.num_bytes, str(path))
             with self._lock:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import torch
 
+from core.adapters.store import Adapters
 from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
@@ -15,11 +16,10 @@ from core.execution.shared_blocks import SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states, num_swap_states
 from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
-from core.executors.local import model_adapters
+from core.executors.local import adapted_matrices
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.models.draft_head import DraftHead
-from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.parts.rank import Rank
@@ -45,7 +45,7 @@ from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
-from kernels.triton.lora import compile_adapters
+from kernels.triton.lora import adapter_bytes, compile_adapters
 from kernels.triton.recurrence import DeviceStates, no_states
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
@@ -79,7 +79,11 @@ class CudaExecutor:
         self._drafting = self._load_draft_model(config)
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
-        self.adapters = model_adapters(config, self._loaded)
+        self._adapted = adapted_matrices(config, self._loaded, None if rank is None else rank.shard)
+        self.adapters = None if self._adapted is None else Adapters(config, self._adapted)
+        if self._adapted is not None and rank is not None:  # they come later, and an error would end the worker
+            each = adapter_bytes(self._adapted.product_shapes, config.max_lora_rank, model.dtype)
+            self.memory.kept_bytes = config.max_loras * each
 
     def _load_draft_model(self, config: EngineConfig) -> HostedModel | DraftHead | None:
         model = load_drafting_model(config, self._loaded)
@@ -119,9 +123,8 @@ class CudaExecutor:
                 states=self._make_states(config),
                 **sizes,
             )
-        if self.adapters is not None:
-            shapes = AdaptedMatrices(self._model.config, self._operations).product_shapes
-            compile_adapters(shapes, self._model.dtype, self._operations.device)
+        if self._adapted is not None:
+            compile_adapters(self._adapted.product_shapes, self._model.dtype, self._operations.device)
         if self._operations.device.type != "cuda":
             return
         with self.memory.fits():
@@ -243,6 +246,7 @@ class CudaMemory:
         self.device_bytes = torch.cuda.mem_get_info(self._device)[1] if on_gpu else 0
         self._config = with_rows(config, self.device_bytes)
         self.num_rows = self._config.max_num_seqs
+        self.kept_bytes = 0  # for what comes later
 
     def cache_bytes(self) -> int | None:
         """Return the bytes that gpu_memory_utilization leaves after the weights and the largest step.
@@ -259,7 +263,7 @@ class CudaMemory:
             graphs = max(self._peak_bytes(self.largest_decode), self._peak_bytes(self.largest_graph))
             peak += graphs - torch.cuda.memory_allocated(self._device)
         torch.cuda.empty_cache()
-        peak += self._tables_bytes()
+        peak += self._tables_bytes() + self.kept_bytes
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
         left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
         if left <= 0:

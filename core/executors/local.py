@@ -276,6 +276,14 @@ def model_adapters(
     Errors: ConfigError for a model without adapter support; ModelFileError, UnsupportedModelError for the modules'
     files.
     """
+    matrices = adapted_matrices(config, loaded, shard, stage)
+    return None if matrices is None else Adapters(config, matrices)
+
+
+def adapted_matrices(
+    config: EngineConfig, loaded: Loaded, shard: Shard | None = None, stage: Stage | None = None
+) -> AdaptedMatrices | None:
+    """Return the model's matrices that adapters may change. Parameters, result and errors: see model_adapters()."""
     if not config.enable_lora:
         return None
     model = loaded.model
@@ -289,8 +297,7 @@ def model_adapters(
         sizes = read_model_config(resolve_model(config.model), config.mmproj)
         layers = range(sizes.num_hidden_layers) if stage is None else range(*stage.layers(sizes))
         part = AdaptedPart(layers, {} if shard is None else shard.adapted_rows(sizes))
-    matrices = AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes), part=part)
-    return Adapters(config, matrices)
+    return AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes), part=part)
 
 
 # model_features: the features for a loaded model; a part of the executors that run a model.

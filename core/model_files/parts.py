@@ -86,7 +86,9 @@ def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, 
         "pipeline_parallel_size > 1": num_stages > 1,
         "nnodes > 1": config.nnodes > 1,
         "a model that makes drafts (speculative_config)": settings is not None and settings.runs_model,
-        f"the recurrent layers of {path}": model is not None and model.recurrent is not None,
+        f"the state spaces of {path}": (
+            model is not None and model.recurrent is not None and model.recurrent.kind == "state space"
+        ),
     }
     if refused := next((name for name, is_wanted in refusals.items() if is_wanted), None):
         raise ConfigError(f"device='cuda' with several workers does not support {refused}: leave one of the two out")

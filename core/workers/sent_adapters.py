@@ -73,9 +73,12 @@ class _Host:
 def sent_adapters(config: EngineConfig) -> Adapters | None:
     """Return the adapters of an engine whose workers have loaded the model; None without enable_lora.
 
+    Workers on GPUs keep memory free for max_loras of them (core/executors/cuda.py).
     Errors: those of Adapters, for the config's lora_modules.
     """
-    return Adapters(config, _Host(config)) if config.enable_lora else None
+    if not config.enable_lora:
+        return None
+    return Adapters(config, _Host(config), config.max_loras if config.device == "cuda" else None)
 
 
 def _sent(numbers: Numbers) -> SentNumbers:
@@ -83,4 +86,5 @@ def _sent(numbers: Numbers) -> SentNumbers:
 
 
 def _numbers(sent: SentNumbers) -> Numbers:
-    return np.frombuffer(sent.content, ELEMENT_TYPES[sent.dtype]).reshape(sent.num_rows, -1)
+    # A copy: torch warns of numbers that cannot be written.
+    return np.frombuffer(bytearray(sent.content), ELEMENT_TYPES[sent.dtype]).reshape(sent.num_rows, -1)

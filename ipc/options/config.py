@@ -421,8 +421,6 @@ def _check_overlap(config: EngineConfig) -> None:
 def _check_workers(config: EngineConfig) -> bool:
     """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in that many."""
     backend, executor, sizes = config.distributed_executor_backend, config.executor, _given_sizes(config)
-    if config.enable_lora and (backend in SEPARATE or sizes) and config.device != "cpu":
-        raise ConfigError("enable_lora with workers is for device='cpu': leave out the workers, or enable_lora")
     if backend == "ray" and config.device != "cpu":
         raise ConfigError(f"distributed_executor_backend='ray' is for device='cpu'; got {config.device!r}")
     _check_nodes(config)

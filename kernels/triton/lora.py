@@ -57,6 +57,14 @@ class TritonAdapter:
         self.num_bytes = sum(part.nbytes for one in self._matrices if one is not None for part in one)
 
 
+def adapter_bytes(shapes: Sequence[ProductShape], rank: int, dtype: Dtype) -> int:
+    """Return the bytes of an adapter that changes all products of these shapes, whose matrices have this rank."""
+    ranks = [round_up(rank * len(shape.parts), RANK_STEP) for shape in shapes]
+    widths = [shape.depth + sum(shape.parts) for shape in shapes]
+    of_numbers, of_scales = DTYPES[dtype].itemsize, torch.float32.itemsize
+    return sum(one * (width * of_numbers + of_scales) for one, width in zip(ranks, widths, strict=True))
+
+
 class _Pair(NamedTuple):
     """An adapter's part of one product: a [rank, depth], b [columns, rank], scales [rank]; float32."""
 

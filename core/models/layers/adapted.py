@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from core.adapters.file_matrix import FileMatrix
 from core.models.config import ModelConfig
 from core.models.layers.layer import Layer
 from core.models.layers.mlp import DenseMlp
-from core.models.operations.operations import AdaptingOperations, Product
+from core.models.operations.operations import AdaptingOperations, ExchangingProduct, Product
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from kernels.low_rank import LowRank, ProductShape
@@ -158,11 +159,11 @@ class _AdaptedProduct:
 
 def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adapters: TokenAdapters) -> Layer:
     """Return the layer with this index, with products for a step that uses these adapters."""
-    own = {
-        name: _AdaptedProduct(layer.products[name], operations, adapters, index * len(_PRODUCTS) + number)
-        for number, name in enumerate(_PRODUCTS)
-        if name in layer.products
-    }
+    own: dict[str, Any] = {}
+    for number, name in enumerate(_PRODUCTS, index * len(_PRODUCTS)):
+        if (product := layer.products.get(name)) is not None:
+            change = partial(_AdaptedProduct, operations=operations, adapters=adapters, number=number)
+            own[name] = product.around(change) if isinstance(product, ExchangingProduct) else change(product)
     mixer, mlp = replace(layer.mixer, qkv=own["qkv"], o=own["o"]), layer.mlp
     if mixer.output_gate is not None:
         mixer = replace(mixer, output_gate=replace(mixer.output_gate, product=own["gate"]))

@@ -50,6 +50,14 @@ class Product(Protocol):
         """Return the product [T, out] of x [T, in]."""
 
 
+@runtime_checkable
+class ExchangingProduct(Protocol):
+    """The further method of a product that exchanges its input and its result with other ranks."""
+
+    def around(self, change: Callable[[Product], Product]) -> Product:
+        """Return the same with another product between the exchanges."""
+
+
 class Experts(Product, Protocol):
     """A routed MLP, whose router may read something else than the experts."""
 

@@ -1,10 +1,10 @@
 """The products of a rank with its own device, whose columns are gathered from all ranks (tensor_parallel_size).
 
-Attention's heads, the columns of gate and up, and those of results belong to one rank each. A number is summed by one
-rank, so it has the same bits as in one process.
+The heads of attention and of recurrent layers, the columns of gate and up, and those of results belong to one rank
+each. A number is summed by one rank, so it has the same bits as in one process.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from core.models.config import ModelConfig
@@ -14,6 +14,7 @@ from core.models.operations.operations import Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.ranges import Range
 from core.models.parts.rank import GathersParts
+from core.models.parts.recurrent_part import num_turns
 from core.models.parts.shard import Shard
 
 
@@ -25,14 +26,21 @@ class _GatheredProduct:
     group: GathersParts
     taken: Sequence[int]  # widths of the ranks' columns of its input, which are gathered first; none: it has them all
     given: Sequence[int]  # of its result
+    num_turns: int = 1  # its input has this many parts, and each rank has columns of each of them
 
     @property
     def variant(self) -> str:
         return self.product.variant
 
     def __call__(self, x: Tensor) -> Tensor:
-        whole = self.group.gather(x, self.taken) if self.taken else x
-        return self.group.gather(self.product(whole), self.given)
+        if self.taken:
+            count = len(x)
+            x = self.group.gather(x.reshape(count * self.num_turns, -1), self.taken).reshape(count, -1)
+        return self.group.gather(self.product(x), self.given)
+
+    def around(self, change: Callable[[Product], Product]) -> Product:
+        """Return the same with another product between the exchanges."""
+        return replace(self, product=change(self.product))
 
 
 @dataclass(frozen=True)
@@ -63,11 +71,17 @@ class GatheredParts:
         self._attended = [one.heads(config)[0].length * config.head_dim for one in every]
         self._hidden, self._words = widths(config.hidden_size), widths(config.vocab_size)
         self._gated = widths(config.intermediate_size)
+        #: Of recurrent layers: the widths of the ranks' columns of a turn, and how many turns a row of results has.
+        self._recurred, self._num_turns = list[int](), 1
+        if (recurrent := config.recurrent) is not None:
+            self._recurred = [one.recurrent(recurrent).columns.length for one in every]
+            self._num_turns = num_turns(recurrent)
 
     def layer(self, layer: Layer) -> Layer:
         """Return the layer with whole results."""
         mixer, mlp = layer.mixer, layer.mlp
-        mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, self._attended, self._hidden))
+        mixed, turns = (self._recurred, self._num_turns) if mixer.is_recurrent else (self._attended, 1)
+        mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, mixed, self._hidden, turns))
         if isinstance(mlp, DenseMlp):
             mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, self._gated, self._hidden))
         return replace(layer, mixer=mixer, mlp=mlp)

@@ -11,6 +11,7 @@ from core.executors.cuda import CudaExecutor
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from core.process.resolve import resolve
+from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.lora_messages import AdapterId
@@ -81,3 +82,21 @@ def test_adapters_in_company_and_alone(options: dict[str, Any]) -> None:
 def test_without_adapters_nothing_is_loaded(options: dict[str, Any]) -> None:
     executor = CudaExecutor(EngineConfig(model=options["model"], device="cuda", max_num_seqs=1))
     assert executor.adapters is None
+
+
+def test_several_gpus_have_memory_for_max_loras(options: dict[str, Any]) -> None:
+    """Both names of one adapter count once, and what is unloaded makes room."""
+    from core.workers.sent_adapters import sent_adapters
+
+    paths = options["lora_modules"]
+    own = {**options, "lora_modules": {}}
+    config = EngineConfig(device="cuda", tensor_parallel_size=2, max_loras=1, **own)
+    adapters = sent_adapters(config)
+    assert adapters is not None
+    for name in ("first", "second"):
+        adapters.load(name, paths["all"])
+    with pytest.raises(OutOfMemoryError, match=r"max_loras=1 adapters are loaded or in use, .* unload one, or raise"):
+        adapters.load("third", paths["some"])
+    for name in ("first", "second"):
+        assert adapters.unload(name)
+    adapters.load("third", paths["some"])

@@ -12,15 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from core.models.config import ModelConfig
+from core.adapters.adapter import AdapterWeights, digest_of
+from core.models.config import ModelConfig, RecurrentParts
 from core.models.device_model import device_model
+from core.models.layers.adapted import AdaptedMatrices, AdaptedPart
 from core.models.llama import Llama
+from core.models.operations.operations import AdaptingOperations
+from core.models.operations.token_adapters import TokenAdapters
 from core.models.parts.rank import Rank
+from core.models.parts.recurrent_part import most_ranks
 from core.models.parts.shard import Shard
+from core.models.step import ModelInputs, StepResult
 from ipc.errors import ConfigError
 from ipc.options.config import KVCacheDtype
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.low_rank import LowRank
 from kernels.torch.group import DeviceGroup
+from tests.core.adapters.peft_files import random_matrices
 from tests.core.executors.test_cuda_architectures import VOCAB, OnDevice, logits, shape_config
 from tests.core.models.test_llama import random_weights
 from tests.triton_device import ANYWHERE, DEVICE
@@ -86,8 +94,16 @@ def by_ranks(size: int, work: Callable[[Rank], Any]) -> Sequence[Any]:
         return list(threads.map(run, range(size)))
 
 
+def delta(num_heads: int, num_groups: int, *, takes_turns: bool = False) -> RecurrentParts:
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_groups": num_groups, "takes_turns": takes_turns}
+    channels = 2 * num_groups * 8 + num_heads * 20
+    own: dict[str, Any] = {"taps": 4, "key_dim": 8, "value_dim": 20, "channels": channels, "has_bias": True}
+    return RecurrentParts(kind="gated delta", layers=(0,), **own, **heads)
+
+
 #: A Llama whose columns, heads and words no number of ranks divides; one with biases, head norms, a tied head and as
-#: many KV heads as query heads; and an output gate, norms after each half, windows and MLPs without gates.
+#: many KV heads as query heads; an output gate, norms after each half, windows and MLPs without gates; and layers with
+#: recurrent states before one that attends.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": VOCAB + 5, "intermediate_size": 133},
     "qwen3": {},
@@ -100,12 +116,16 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_act": "relu2",
         "scale_embeddings": True,
     },
+    "convolution": {"recurrent": RecurrentParts(kind="short convolution", layers=(0,), taps=3, channels=50)},
+    "delta": {"recurrent": delta(num_heads=4, num_groups=2)},
+    "delta in turns": {"recurrent": delta(num_heads=6, num_groups=3, takes_turns=True)},
 }
 
 
 def config_of(kind: str) -> ModelConfig:
     base = shape_config(kind if kind == "qwen3" else "llama")
-    return msgspec.structs.replace(base, num_hidden_layers=1, **MODELS[kind])
+    num_layers = 2 if "recurrent" in MODELS[kind] else 1
+    return msgspec.structs.replace(base, num_hidden_layers=num_layers, **MODELS[kind])
 
 
 def model(config: ModelConfig, dtype: Dtype, rank: Rank | None = None, stored: KVCacheDtype = "auto") -> Llama:
@@ -131,7 +151,15 @@ def check(kind: str, dtype: Dtype, sizes: Sequence[int], stored: KVCacheDtype = 
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "sizes"), [("llama", BFLOAT16, (2, 4)), ("qwen3", FLOAT32, (2,)), ("gates", FLOAT32, (3,))]
+    ("kind", "dtype", "sizes"),
+    [
+        ("llama", BFLOAT16, (2, 4)),
+        ("qwen3", FLOAT32, (2,)),
+        ("gates", FLOAT32, (3,)),
+        ("convolution", FLOAT32, (2,)),
+        pytest.param("delta", BFLOAT16, (3,), marks=pytest.mark.soak),
+        ("delta in turns", FLOAT32, (2,)),
+    ],
 )
 def test_every_bit_is_that_of_one_device(kind: str, dtype: Dtype, sizes: Sequence[int]) -> None:
     check(kind, dtype, sizes)
@@ -148,7 +176,37 @@ def test_every_bit_with_a_cache_in_8_bits(kind: str, dtype: Dtype, stored: KVCac
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_bit_at_any_size(kind: str, dtype: Dtype, stored: KVCacheDtype) -> None:
-    check(kind, dtype, range(1, 7), stored)
+    recurrent = config_of(kind).recurrent
+    check(kind, dtype, range(1, 7 if recurrent is None else min(6, most_ranks(recurrent)) + 1), stored)
+
+
+class Adapted(OnDevice):
+    """Each token has one adapter, of all matrices."""
+
+    def __init__(self, model: Llama, whole: ModelConfig, shard: Shard | None = None) -> None:
+        super().__init__(model)
+        assert isinstance(model.operations, AdaptingOperations)
+        rows = {} if shard is None else shard.adapted_rows(whole)
+        part = AdaptedPart(range(whole.num_hidden_layers), rows)
+        matrices = AdaptedMatrices(whole, model.operations, part=part)
+        pairs = random_matrices(matrices.shapes, 5, 1, targets={name.rsplit(".", 1)[-1] for name in matrices.shapes})
+        low_rank = {name: LowRank(a, b, 0.75) for name, (a, b) in pairs.items()}
+        self._adapter = matrices.pack(AdapterWeights(low_rank, digest_of(low_rank)))
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        every = TokenAdapters((self._adapter,), np.zeros(len(inputs.token_ids), np.int64))
+        return super().forward(inputs._replace(adapters=every))
+
+
+@pytest.mark.parametrize("kind", ["delta in turns", pytest.param("llama", marks=pytest.mark.soak)])
+def test_every_bit_with_an_adapter(kind: str) -> None:
+    """Its matrices are divided like those that they change; some read columns of all ranks."""
+    config = config_of(kind)
+    plain = model(config, FLOAT32)
+    expected = logits(Adapted(plain, config), 9)
+    assert not torch.equal(expected, logits(OnDevice(plain), 9))
+    for found in by_ranks(2, lambda rank: logits(Adapted(model(config, FLOAT32, rank), config, rank.shard), 9)):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def test_columns_are_gathered_and_rows_are_joined() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,9 @@ from core.workers.wires import Place, Wires
 from ipc.errors import ConfigError
 from ipc.machine.child_process import run_package
 from kernels.cpu.group import make_shared_file
-from tests.core.workers.part_answers import MODEL, answers, config_of, kill, requests
+from tests.core.executors.test_cuda_recurrent import KINDS_OF_LAYERS, write
+from tests.core.workers.part_answers import MODEL, STATE_SPACE, answers, config_of, kill, requests
+from tests.core.workers.test_worker_adapters import LORA, adapted, adapters_of
 from tests.triton_device import ANYWHERE, ON_GPU
 
 pytestmark = ANYWHERE
@@ -55,14 +58,36 @@ def test_every_bit_is_that_of_one_gpu(shallow: str) -> None:
     assert of_ranks(shallow, 2, kv_cache_dtype="int8") == alone
 
 
-DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+TWO_GROUPS: dict[str, Any] = {"linear_num_key_heads": 2}
+DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_every_bit_of_recurrent_layers_with_adapters_and_drafts(tmp_path: Path) -> None:
+    """Among swapped requests."""
+    folder = write(tmp_path, {**KINDS_OF_LAYERS["gated delta"], **TWO_GROUPS, "vocab_size": 500})
+    weights = adapters_of(folder)
+    drafts = {**DRAFTS["speculative_config"], "step_ns": [10**6] * 8}
+    options = {**OPTIONS, **LORA, "speculative_config": drafts, "async_scheduling": False}
+    options["num_gpu_blocks_override"] = 5
+
+    def run(size: int) -> list[Any]:
+        config = config_of(folder, size, **options)
+        return answers(config, sent=adapted(weights, requests(4, 6)), adapters=weights)
+
+    assert run(2) == run(1)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("options", [{}, DRAFTS, {"kv_cache_dtype": "fp8"}])
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("layers", "size"), [("folder", 2), ("folder", 3), ("hybrid", 2)])
+def test_every_bit_at_any_size_and_whichever_rank_dies(
+    request: pytest.FixtureRequest, layers: str, size: int, options: dict[str, Any]
+) -> None:
+    """hybrid: layers with recurrent states take turns with those that attend."""
+    folder = request.getfixturevalue(layers)
     alone = of_ranks(folder, 1, max_tokens=24, **options)
     assert of_ranks(folder, size, {9: kill(size - 1)}, max_tokens=24, **options) == alone
 
@@ -81,11 +106,12 @@ def test_what_several_gpus_lack_is_refused_by_name(folder: str, options: dict[st
         load_executor(config_of(folder, 2, **OPTIONS, **options))
 
 
-def test_more_query_heads_than_ranks_and_layers_without_states(folder: str, hybrid: str) -> None:
+def test_more_query_heads_than_ranks_and_no_state_spaces(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
         load_executor(config_of(folder, 5, **OPTIONS))
-    with pytest.raises(ConfigError, match="does not support the recurrent layers of "):
-        load_executor(config_of(hybrid, 2, **OPTIONS))
+    (tmp_path / "config.json").write_text(json.dumps(STATE_SPACE))
+    with pytest.raises(ConfigError, match="does not support the state spaces of "):
+        load_executor(config_of(str(tmp_path), 2, **OPTIONS))
 
 
 def test_more_ranks_than_gpus_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

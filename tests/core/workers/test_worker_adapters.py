@@ -35,11 +35,11 @@ def adapters_of(folder: str) -> list[AdapterWeights]:
     return made
 
 
-def adapted(weights: list[AdapterWeights]) -> list[AddRequest]:
-    """The usual requests, with each adapter in turn, and none."""
+def adapted(weights: list[AdapterWeights], sent: list[AddRequest] | None = None) -> list[AddRequest]:
+    """These requests, or the usual ones, with each adapter in turn, and none."""
     digests = ["", *(one.digest for one in weights)]
     named = [AdapterId(digest) if digest else None for digest in digests]
-    return [msgspec.structs.replace(one, adapter=named[number % 3]) for number, one in enumerate(requests())]
+    return [msgspec.structs.replace(one, adapter=named[number % 3]) for number, one in enumerate(sent or requests())]
 
 
 def run(folder: str, size: int, disturb: Any = None, **options: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.torch.tensors import DTYPES
 from kernels.triton import lora
-from kernels.triton.lora import TritonAdapter, add_adapters, lora_work
+from kernels.triton.lora import TritonAdapter, adapter_bytes, add_adapters, lora_work
 from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
@@ -90,3 +90,10 @@ def test_the_work_has_each_token_once_in_a_tile_of_its_adapter(monkeypatch: pyte
     few = lora_work(packed, np.array([1, 1, 0]), DEVICE)
     assert (few.tokens.tolist(), few.adapters.tolist()) == ([[2, -1], [0, 1]], [0, 1])
     assert few.ranks.tolist() == [[16, 16, 16], [32, 0, 16], [16, 32, 0]]
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("rank", [16, 21])
+def test_the_largest_adapter_has_the_bytes_that_are_kept_for_it(rank: int, dtype: Dtype) -> None:
+    whole = made(1, [[rank] * len(shape.parts) for shape in SHAPES])
+    assert TritonAdapter(SHAPES, whole, dtype, DEVICE).num_bytes == adapter_bytes(SHAPES, rank, dtype)
