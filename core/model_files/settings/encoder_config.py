@@ -89,9 +89,10 @@ def read_encoder_config(
     )
 
 
-def _activation(values: Values, name: str) -> EncoderActivation:
-    if values.get(name) not in _ACTIVATIONS:
-        values.refuse(name, f"{', '.join(_ACTIVATIONS)} are")
+def _activation(values: Values, name: str, *, has_gate: bool) -> EncoderActivation:
+    known = [one for one, function in _ACTIVATIONS.items() if has_gate or function != "silu"]
+    if values.get(name) not in known:
+        values.refuse(name, f"{', '.join(known)} are")
     return _ACTIVATIONS[values.get(name)]
 
 
@@ -107,7 +108,7 @@ def _bert_parts(values: Values, row: EncoderArchitecture, is_classifier: bool, r
         first_position=first,
         num_kinds=values.integer("type_vocab_size"),
         has_fused_qkv="layers.{}.qkv" in row.weights,
-        activation=_activation(values, "hidden_act"),
+        activation=_activation(values, "hidden_act", has_gate=False),
         head=row.head if is_classifier else "none",
     )
 
@@ -143,7 +144,7 @@ def _modern_parts(values: Values, row: EncoderArchitecture, is_classifier: bool)
         has_biases=False,
         is_gated=True,
         has_fused_qkv=True,
-        activation=_activation(values, "hidden_activation"),
+        activation=_activation(values, "hidden_activation", has_gate=True),
         head=row.head if is_classifier else "none",
         head_has_biases=values.boolean("classifier_bias"),
         head_pooling="mean" if values.get("classifier_pooling") == "mean" else "cls",

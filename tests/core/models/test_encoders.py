@@ -141,6 +141,7 @@ def test_modernbert_as_transformers_4_wrote_it(tmp_path: Path) -> None:
     [
         ({"position_embedding_type": "relative_key"}, UnsupportedModelError, "position_embedding_type"),
         ({"hidden_act": "relu"}, UnsupportedModelError, "hidden_act"),
+        ({"hidden_act": "silu"}, UnsupportedModelError, "hidden_act"),
         ({"is_decoder": True}, UnsupportedModelError, "is_decoder"),
         ({"num_attention_heads": 5}, ModelFileError, "hidden_size"),
         ({"architectures": ["BertForQuestionAnswering"]}, UnsupportedModelError, "architectures"),
