@@ -15,10 +15,10 @@ test compares them. [models.md](models.md) says what each one needs, and which t
 - **adapters**: which matrices LoRA may change.
 - **MTP**: files may have layers for multi-token prediction, or there are assistants; both can draft
   ([speculation.md](speculation.md)).
-- **GPU**: runs on an NVIDIA GPU, at level L0 ([gpu.md](gpu.md)). **level**: on a CPU.
+- **level**: the numerics level on a CPU. All but Gemma 3n run on an NVIDIA GPU, too ([gpu.md](gpu.md)).
 
-| models | architecture | files | images | adapters | MTP | GPU | level |
-|---|---|---|---|---|---|---|---|
+| models | architecture | files | images | adapters | MTP | level |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -26,7 +26,7 @@ def made() -> str:
     """Return the page."""
     rows = []
     for one in known_models():
-        words = ["yes" if value else "no" for value in (one.images, one.mtp, one.gpu)]
+        words = ["yes" if value else "no" for value in (one.images, one.mtp)]
         cells = (one.models, one.architecture, one.files, words[0], one.adapters, *words[1:], one.level)
         rows.append(f"| {' | '.join(cells)} |\n")
     return _HEAD + "".join(rows)

@@ -16,14 +16,15 @@ from core.execution.shared_blocks import SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states, num_swap_states
 from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
-from core.executors.local import adapted_matrices
+from core.executors.local import adapted_matrices, model_features
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
+from core.features.store import ImageEncoder
 from core.grammars.grammars import model_grammars
 from core.models.draft_head import DraftHead
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.parts.rank import Rank
-from core.models.step import ModelInputs
+from core.models.step import GivenRows, ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner, tapped_states
 from core.runner.decode_graphs import padded_rows
 from core.runner.device_blocks import shared_device_blocks
@@ -44,7 +45,7 @@ from ipc.options.step_sizes import SizedConfig, with_rows
 from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 from kernels.rounding import ceil_div
-from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, whole_prompts
 from kernels.triton.lora import adapter_bytes, compile_adapters
 from kernels.triton.recurrence import DeviceStates, no_states
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
@@ -71,7 +72,7 @@ class CudaExecutor:
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations
-        self.memory = CudaMemory(model, model.operations, config)
+        self.memory = CudaMemory(model, model.operations, config, loaded.source.vision)
         self.info = msgspec.structs.replace(loaded.info, device_memory_bytes=self.memory.device_bytes)
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
@@ -84,6 +85,7 @@ class CudaExecutor:
         if self._adapted is not None and rank is not None:  # they come later, and an error would end the worker
             each = adapter_bytes(self._adapted.product_shapes, config.max_lora_rank, model.dtype)
             self.memory.kept_bytes = config.max_loras * each
+        self.features = model_features(config, self._loaded, self._drafting)
 
     def _load_draft_model(self, config: EngineConfig) -> HostedModel | DraftHead | None:
         model = load_drafting_model(config, self._loaded)
@@ -114,10 +116,11 @@ class CudaExecutor:
                 self._model,
                 self._operations,
                 max_model_len=config.max_model_len,
-                use_graphs=not config.enforce_eager,
+                use_graphs=not config.enforce_eager and self._model.config.is_causal,
                 most_alone=most_alone(config),
                 shares_blocks=not config.disable_cascade_attn,
                 adapters=self.adapters,
+                features=self.features,
                 pooler=self._loaded.source.pooler,
                 drafter=self._make_drafter(config, sizes),
                 states=self._make_states(config),
@@ -238,8 +241,18 @@ def most_alone(config: SizedConfig) -> int:
 class CudaMemory:
     """Measures free GPU memory after the model is loaded and before the KV cache is allocated."""
 
-    def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
-        """operations: the model's. config: sizes that it does not give are chosen."""
+    def __init__(
+        self,
+        model: Llama,
+        operations: TritonOperations,
+        config: EngineConfig,
+        encoder: ImageEncoder | None = None,
+    ) -> None:
+        """operations: the model's. config: sizes that it does not give are chosen. encoder: of images; None = none."""
+        self._encoder, self._is_causal = encoder, model.config.is_causal
+        self._most_whole = 0 if encoder is None or not encoder.sees_whole else encoder.num_rows
+        if not self._is_causal:  # as in resolve()
+            config = msgspec.structs.replace(config, enable_chunked_prefill=False)
         self._model, self._operations, self._device = model, operations, operations.device
         on_gpu = self._device.type == "cuda"
         #: The GPU's memory; 0 in Triton's interpreter, which computes in the host's.
@@ -260,8 +273,9 @@ class CudaMemory:
         with self.fits():
             peak = self._peak_bytes(self.largest_step)
             # The memory of graphs, which they share, comes on top of a step's without one, because they keep it.
-            graphs = max(self._peak_bytes(self.largest_decode), self._peak_bytes(self.largest_graph))
-            peak += graphs - torch.cuda.memory_allocated(self._device)
+            if self._is_causal:  # else there are no graphs
+                graphs = max(self._peak_bytes(self.largest_decode), self._peak_bytes(self.largest_graph))
+                peak += graphs - torch.cuda.memory_allocated(self._device)
         torch.cuda.empty_cache()
         peak += self._tables_bytes() + self.kept_bytes
         used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
@@ -300,7 +314,7 @@ class CudaMemory:
 
     def _token_budget(self) -> int:
         """Return the tokens of the largest step."""
-        return token_budget(self._config, self._max_model_len(), device_bytes=self.device_bytes)
+        return token_budget(self._config, self._max_model_len(), self._most_whole, device_bytes=self.device_bytes)
 
     def _tables_bytes(self) -> int:
         """Return the bytes of the tables in core/runner/cuda_model_runner.py, which are allocated later."""
@@ -322,22 +336,32 @@ class CudaMemory:
             self.run_step(num_tokens, min(most_alone(self._config), max(1, num_tokens // 2)))
             num_tokens *= 2
         self.largest_step()
+        if self._most_whole:
+            self.run_step(2, 1, sees_later=True)
 
     @torch.inference_mode()
-    def run_step(self, num_tokens: int, num_requests: int) -> None:
-        """Run a step of the prompts of some requests, with logits and samples. Its cache has only the null block."""
+    def run_step(self, num_tokens: int, num_requests: int, *, sees_later: bool = False) -> None:
+        """Run a step of the prompts of some requests, with logits and samples. Its cache has only the null block.
+
+        sees_later: tokens see later ones, as those of images. An encoder's do in any case.
+        """
         model = self._model
         counts = np.full(num_requests, num_tokens // num_requests)
         counts[: num_tokens % num_requests] += 1
         block_size = self._config.block_size
         cache = model.allocate_cache(1, block_size)
         blocks = np.zeros((num_requests, ceil_div(int(counts.max()), block_size)), np.int32)
-        work = triton_work(counts, counts, blocks, self._operations.group_size, self._device)
+        wholes = whole_prompts(counts) if sees_later or not self._is_causal else None
+        work = triton_work(counts, counts, blocks, self._operations.group_size, self._device, wholes=wholes)
         zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        metadata = tuple(work._replace(window=window) for window in model.windows)
-        inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
-        inputs = inputs._replace(requests=self._no_states(torch.from_numpy(counts), saves=True))
+        kinds = self._operations.of_kinds(work)
+        inputs = ModelInputs(zeros, work.positions, zeros - 1, kinds, cache, zeros[:num_requests])
+        requests = self._no_states(torch.from_numpy(counts), saves=True)
+        inputs = inputs._replace(requests=requests, given=self._given(num_tokens))
         hidden = tapped_states(model, inputs)[:, : model.config.hidden_size]
+        if model.head is None:
+            model.final_states(hidden, inputs.logits_rows)
+            return
         logits = model.logits(hidden, inputs.logits_rows)
         none, one = np.zeros(num_requests), np.ones(num_requests)
         words = pack_columns(
@@ -362,9 +386,9 @@ class CudaMemory:
         none = [torch.full((count,), -1, dtype=torch.int32, device=device) for count in size[:3]]
         rows, alone, tiles = none
         work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits)
-        metadata = tuple(work._replace(window=window) for window in model.windows)
+        kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        hidden = model.hidden_states(ModelInputs(rows.long() + 1, rows, rows.long(), metadata, cache, rows.long()[:0]))
+        hidden = model.hidden_states(ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0]))
         hidden.clone()  # graphs have their results in common
 
     @torch.inference_mode()
@@ -380,10 +404,16 @@ class CudaMemory:
         splits = ceil_div(self._max_model_len(), SPLIT)
         alone = torch.arange(num_rows, dtype=torch.int32, device=device)
         work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
-        metadata = tuple(work._replace(window=window) for window in model.windows)
         ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
-        inputs = ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0])
+        inputs = ModelInputs(ids, zeros, ids - 1, self._operations.of_kinds(work), cache, ids[:0])
         model.hidden_states(inputs._replace(requests=self._no_states(torch.ones(num_rows))))
+
+    def _given(self, num_tokens: int) -> GivenRows | None:
+        """Return embeddings of all tokens of a trial step, as of images; None: the model sees none."""
+        if self._encoder is None:
+            return None
+        rows = torch.zeros(num_tokens, self._encoder.width, device=self._device)
+        return GivenRows(torch.arange(num_tokens, device=self._device), rows)
 
     def _no_states(self, num_tokens: torch.Tensor, *, saves: bool = False) -> DeviceStates | None:
         """Return states for a trial step with requests of num_tokens [R] tokens each; None: the model has none."""

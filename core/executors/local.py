@@ -287,7 +287,7 @@ def adapted_matrices(
     if not config.enable_lora:
         return None
     model = loaded.model
-    if not isinstance(model, Llama):
+    if loaded.source.encoder is not None or not isinstance(model, Llama):
         what = "an encoder" if loaded.info.is_encoder else "run by transformers' code"
         raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, which has no adapter support: leave it out")
     if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):

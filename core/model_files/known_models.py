@@ -124,8 +124,7 @@ class KnownModel(msgspec.Struct, frozen=True):
     images: bool
     adapters: str  # which matrices LoRA may change: "all", "not experts" or "no"
     mtp: bool  # files may have layers for multi-token prediction, or there are assistants: they can draft
-    gpu: bool  # at level L0
-    level: str  # on the CPU
+    level: str
 
 
 def known_models() -> list[KnownModel]:
@@ -151,7 +150,7 @@ def _with_images() -> Iterator[KnownModel]:
 def _encoders() -> Iterator[KnownModel]:
     for row in ENCODERS:
         files = "safetensors" if row.gguf is None else f"safetensors, GGUF {row.gguf}"
-        yield KnownModel(PUBLISHED.get(row.stem, ""), f"{row.stem}Model", files, False, "no", False, False, "L2")
+        yield KnownModel(PUBLISHED.get(row.stem, ""), f"{row.stem}Model", files, False, "no", False, "L2")
 
 
 def _entry(name: str, row: Architecture, files: str, *, images: bool = False) -> KnownModel:
@@ -165,7 +164,6 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         images=images,
         adapters=adapters,
         mtp=row.mtp is not None or row.name in ASSISTANTS.values(),
-        gpu=not (row.full_heads or row.has_streams or row.qk_norm_plain or (row.experts and row.experts.scales_inputs)),
         level="L2",
     )
 

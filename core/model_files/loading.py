@@ -84,7 +84,7 @@ def load_model(
         model_config, projector = read_model_config(path, config.mmproj), projector_of(path, config.mmproj)
         _check_fit(path, config, rank, stage, model_config)
         if config.device == "cuda":
-            return _load_for_gpu(path, dtype, config, model_config, rank)
+            return _load_for_gpu(path, dtype, config, model_config, rank, projector)
         library = start_cpu_kernels(config)
         _check_kernels(path, config, library, model_config)
         if library is None or config.numerics == "L0":
@@ -96,7 +96,9 @@ def load_model(
         native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage, cache)
         has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
-        vision, sees_all = _vision(projector or path, model_config, dtype, config, native), not model_config.is_causal
+        vision, sees_all = None, not model_config.is_causal
+        if native.library is not None:
+            vision = _vision(projector or path, model_config, dtype, config, native, native.library)
         _return_free_memory()
         if cache is not None:
             cache.keep()
@@ -163,17 +165,25 @@ def why_not_updated(base: LoadedModel, config: EngineConfig) -> str:
     """Return why a model cannot change its weights while it runs; "" if it can."""
     if config.device != "cpu":
         return "it runs on a GPU"
+    if base.encoder is not None:
+        return "it is an encoder"
     if not isinstance(base.model, Llama):
-        return "it is an encoder" if base.sees_all else "it runs with transformers' code"
+        return "it runs with transformers' code"
     if base.pooler is not None:
         return "it is a pooling model"
     return "it has a vision encoder" if base.vision is not None else ""
 
 
 def _load_for_gpu(
-    path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig, rank: Rank | None
+    path: Path,
+    dtype: Dtype,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: Rank | None,
+    projector: Path | None,
 ) -> LoadedModel:
-    """Load a model of our own for a GPU. Errors: those of load_model()."""
+    """Load a model of our own for a GPU. Images are encoded by the C kernels. Errors: those of load_model()."""
+    _check_form(path, config, model_config)
     form = _GPU_FORMS[config.quantization]
     weights = open_weights(config.load_format, path, model_config, dtype)
     # Imported here because only this path needs torch and triton.
@@ -191,7 +201,11 @@ def _load_for_gpu(
         kv_scales=_kv_scales(path, config, model_config),
     )
     pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
-    return LoadedModel(model, weights.fingerprint, weights.label, pooler)
+    vision, sees_all = None, not model_config.is_causal
+    if model_config.vision is not None and model.reads_features and (library := start_cpu_kernels(config)) is not None:
+        vision = _vision(projector or path, model_config, dtype, config, model, library)
+    identity = weights.fingerprint if vision is None else _with_projector(weights.fingerprint, projector)
+    return LoadedModel(model, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
 
 
 def _kv_scales(path: Path, config: EngineConfig, model: ModelConfig) -> tuple[Scales, ...]:
@@ -252,7 +266,12 @@ def _check_kernels(path: Path, config: EngineConfig, library: CpuLibrary | None,
             f"{path} {kind}, which needs the C kernels: install a C compiler or a wheel, and leave numerics and "
             "cpu_kernels out"
         )
-    if config.quantization == "int8" and not model.is_causal:
+    _check_form(path, config, model)
+
+
+def _check_form(path: Path, config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse a form of matrices that encoders do not support. Errors: ConfigError."""
+    if not model.is_causal and config.quantization == "int8":
         raise ConfigError(f"quantization='int8' does not support {path}, which is an encoder: leave it out")
 
 
@@ -266,7 +285,7 @@ def _native(
     rank: Rank | None,
     stage: Stage | None,
     cache: WeightCache | None = None,
-) -> Llama | Encoder:
+) -> Llama:
     """Return one of our own models with its weights. cache: of a decoder's packed weights.
 
     Errors: ModelFileError; ConfigError for parts without C kernels.
@@ -315,17 +334,16 @@ def _stats(path: Path) -> list[os.stat_result]:
 
 
 def _vision(
-    source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
+    source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama, library: CpuLibrary
 ) -> VisionEncoder | GridEncoder | PooledEncoder | None:
     """Return the model's vision encoder, or None if it has none or its text model does not read features.
 
     source: see open_vision().
     """
-    if model.vision is None or not isinstance(native, Llama) or not native.reads_features:
+    if model.vision is None or not native.reads_features:
         return None
-    assert native.library is not None, "a model that reads features runs on the C kernels"
     is_made_up = config.load_format == "dummy"
-    parts, width, library = model.vision, model.hidden_size, native.library
+    parts, width = model.vision, model.hidden_size
     weights = open_vision(source, parts, width, dtype, is_made_up=is_made_up)
     if weights is None:
         return None

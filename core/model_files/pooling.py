@@ -54,7 +54,7 @@ def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
     return is_pooled
 
 
-def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole: ModelConfig) -> Pooler:
+def read_pooler(config: EngineConfig, path: Path, model: Llama, whole: ModelConfig) -> Pooler:
     """Return how the model in a folder or .gguf file pools. whole: the whole model's config, if `model` is a part.
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError.
@@ -107,7 +107,7 @@ def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
         plain = Pooler(_gguf_method(path, "mean"), config.hidden_size)
         pooler = _from_modules(path, config.hidden_size) if (path / "modules.json").is_file() else plain
         return pooler._replace(is_whole=True)
-    head = {name: weight.astype(np.float64) for name, weight in model.head.items()}
+    head = {name: weight.astype(np.float64) for name, weight in model.label_weights.items()}
     is_tanh, bias = parts.head == "tanh", head.get("head.dense.bias")
     norm = None if is_tanh else Norm(head["head.norm.weight"], eps)
     dense = Dense(head["head.dense.weight"], bias, "tanh" if is_tanh else "gelu", norm)

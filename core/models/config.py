@@ -291,6 +291,16 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.encoder is None and not self.sees_all
 
     @property
+    def adds_places(self) -> bool:
+        """Return whether a row of a table is added to a token's embedding, by its position."""
+        return self.position_table or (self.encoder is not None and self.encoder.num_positions > 0)
+
+    @property
+    def wholes_in_windows(self) -> bool:
+        """Return whether tokens of an image see later ones of it in layers with a window only, as in Gemma 4."""
+        return isinstance(self.vision, GridParts)
+
+    @property
     def scores_scale(self) -> float:
         """Return the factor of attention's scores."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
@@ -316,7 +326,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_caches(self) -> int:
-        """Number of the layers that have K and V."""
+        """Number of the layers that have K and V. Where a step computes whole prompts, all use those of one."""
+        if not self.is_causal:
+            return 1
         return self.num_hidden_layers - len(self.recurrent_layers) - self.num_shared_layers
 
     @property
@@ -382,6 +394,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
         if self.lent_places is not None:
             return self.lent_places[layer in self.sliding_layers]
+        if not self.is_causal:
+            return 0
         layer = self.source_of(layer)
         if self.recurrent is None:
             return layer

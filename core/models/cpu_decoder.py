@@ -8,6 +8,7 @@ import numpy as np
 from core.models.config import ModelConfig, RecurrentParts
 from core.models.layers.layer import Layer, OwnInputs
 from core.models.layers.mlp import DenseMlp, ExpertsBeside, Mlp, RoutedMlp
+from core.models.layers.rotary import axes_of_pairs
 from core.models.operations.cpu_latent import CpuLatentAttend
 from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuRecur
 from core.models.operations.operations import Norm, Operations, PerLayerInputs, Product
@@ -62,16 +63,8 @@ def cpu_decoder(
         logits_cap=config.logits_cap,
         group=None if rank is None else _group(config, rank),
         per_layer=per_layer,
-        axes=_axes(config),
+        axes=axes_of_pairs(config),
     )
-
-
-def _axes(config: ModelConfig) -> Ints | None:
-    """Return config.rope_axes for all pairs of a head; those that are not rotated have any."""
-    if config.rope_axes is None:
-        return None
-    axes = np.array(config.rope_axes, np.int64)
-    return np.pad(axes, (0, config.head_dim // 2 - len(axes)))
 
 
 def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:

@@ -6,6 +6,7 @@ import torch
 
 from core import log
 from core.models.config import ModelConfig
+from core.models.encoder import Encoder
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.triton_operations import TritonOperations
@@ -49,8 +50,9 @@ def device_model(
     Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
     tensors; OutOfMemoryError; ConfigError for a rank at L0.
     """
-    if missing := missing_on_device(config):
-        raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {missing}; use device='cpu'")
+    if config.streams is not None:
+        lacks = "hidden states in several streams"
+        raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {lacks}; use device='cpu'")
     is_exact = numerics == "L2" and products_are_ordered(device, DTYPES[dtype])
     if numerics == "L2" and not is_exact:
         log.say("engine-core: numerics level L0: this device's products depend on the shape of their tiles")
@@ -61,6 +63,8 @@ def device_model(
         operations = TritonOperations(
             own, dtype, device, form, is_exact=is_exact, cache_type=caches, kv_scales=kv_scales
         )
+        if config.encoder is not None:
+            return Encoder(config, weights, dtype, operations=operations, numerics=numerics)
         model = Llama(config, weights, dtype, numerics, operations=operations, rank=rank)
         return model if rank is None else _gathered(model, config, rank)
     except torch.OutOfMemoryError as error:
@@ -75,17 +79,3 @@ def _gathered(model: Llama, config: ModelConfig, rank: Rank) -> Llama:
     model.layers = [parts.layer(layer) for layer in model.layers]
     model.embedding, model.head = parts.embedding(model.embedding), parts.head(model.head)
     return model
-
-
-def missing_on_device(config: ModelConfig) -> str | None:
-    """Return the name of a feature of the model that the device's kernels lack, or None."""
-    features = {
-        "attention to the whole prompt": not config.is_causal,
-        "heads of several sizes": config.full_heads is not None,
-        "normalised values": config.value_norm,
-        "inputs of single layers": config.per_layer is not None,
-        "experts whose inputs are scaled": config.experts is not None and config.experts.scales_inputs,
-        "head norms of some layers": config.qk_norm_plain,
-        "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
-    }
-    return next((name for name, is_wanted in features.items() if is_wanted), None)

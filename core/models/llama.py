@@ -10,7 +10,6 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
-from core.models.grid_parts import GridParts
 from core.models.layers.adapted import adapted_layer
 from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layers.layer_kinds import places, windows
@@ -21,6 +20,7 @@ from core.models.operations.cpu_operations import CpuOperations, TakePacked, lor
 from core.models.operations.operations import (
     AdaptingOperations,
     AttentionWork,
+    GivingOperations,
     LayerwiseOperations,
     Norm,
     Operations,
@@ -34,7 +34,7 @@ from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.weight_form import WeightForm
 from core.models.parts.rank import Rank
 from core.models.parts.weight_parts import WeightParts
-from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
+from core.models.step import ONCE, GivenRows, HiddenResult, ModelInputs, StepResult
 from ipc.options.model_options import Numerics
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.decoder import CpuDecoder
@@ -137,8 +137,7 @@ class Llama:
         head = self._build_begin(parts)
         self.per_layer = per_layer_inputs(operations, parts, config, dtype)
         self.streams = build_streams(operations, parts, config)
-        indices = range(config.num_hidden_layers)
-        self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
+        self.layers = self._build_layers(parts)
         self._build_end(parts, head)
         self.decoder = self._build_decoder(whole, rank)
 
@@ -152,6 +151,10 @@ class Llama:
         scale = embedding_scale(self.config, self.dtype)
         self.embedding = self.operations.embedding(table, scale, head, places)
         return head
+
+    def _build_layers(self, parts: WeightParts) -> list[Layer]:
+        indices = range(self.config.num_hidden_layers)
+        return [build_layer(self.operations, parts, self.config, index, self.dtype) for index in indices]
 
     def _build_end(self, parts: WeightParts, head: Product | None) -> None:
         """Build what follows the layers. head: None = it has its own weights."""
@@ -224,12 +227,13 @@ class Llama:
 
     @property
     def reads_features(self) -> bool:
-        """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone.
+        """Whether ModelInputs.given may be set: the C decoder and a device read it, if one process computes the model.
 
         Rows for positions are not added to given embeddings. Of inputs of single layers, an image's tokens have what
         follows from their embeddings, and of the table the rows of one token.
         """
-        return self.decoder is not None and self._is_alone and not self.config.position_table
+        reads = self.decoder is not None or isinstance(self.operations, GivingOperations)
+        return reads and self._is_alone and not self.config.position_table
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers.
@@ -300,7 +304,7 @@ class Llama:
         self._cache, self._kinds = cache, [(window, id(part)) for window, part in parts]
         self._parts = dict(zip(self._kinds, parts, strict=True))
         #: Whether tokens of an image see each other in window layers only, as in Gemma 4.
-        self._in_windows = isinstance(self.config.vision, GridParts)
+        self._in_windows = self.config.wholes_in_windows
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.
@@ -312,7 +316,8 @@ class Llama:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
         token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
         assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
-        lora = None if adapters is None else lora_rows(adapters)
+        lora, given = None if adapters is None else lora_rows(adapters), inputs.given
+        assert not isinstance(given, GivenRows), "the C decoder finds the rows by token ids"
         return self.decoder(
             token_ids,
             positions,
@@ -322,7 +327,7 @@ class Llama:
             logits_rows,
             generation,
             lora,
-            inputs.given,
+            given,
             inputs.requests,
             inputs.window_slots,
             inputs.turned,
@@ -333,9 +338,10 @@ class Llama:
 
         tapped: to it the residual stream [T, hidden] float32 at each place of tap() is added.
         """
-        step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
-        operations, own = self.operations, self.per_layer
-        places = (inputs.positions,) if self.config.position_table else ()
+        operations, own, given = self.operations, self.per_layer, inputs.given
+        requests, turned = inputs.requests, inputs.turned
+        step = operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, requests, turned)
+        places = (inputs.positions,) if self.config.adds_places else ()
         hidden = self.embedding(inputs.token_ids, *places)
         if self.streams is not None:
             layers = self.layers if inputs.adapters is None else self._adapted(inputs.adapters)
@@ -344,6 +350,8 @@ class Llama:
             assert parts is not None, own
             ids = np.where(inputs.token_ids < parts.vocab_size, inputs.token_ids, -1)
             return run_layers(layers, self.streams, hidden, step, own, ids)
+        if isinstance(given, GivenRows):
+            self._put(hidden, given.places, given.rows[:, : self.config.hidden_size])
         projected = None if own is None else own.project(hidden)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):
@@ -364,9 +372,26 @@ class Llama:
                     operations.scaled(hidden, layer.scale)
                 if follows:
                     x = self.layers[index + 1].input_norm(hidden)
+            if isinstance(given, GivenRows):
+                self._deepen(hidden, x, given, index)
             if tapped is not None:
                 tapped += [hidden * 1 for place in self.taps if place == index + 1]  # hidden changes
         return hidden
+
+    def _put(self, target: Tensor, places: Tensor, rows: Tensor) -> None:
+        assert isinstance(self.operations, GivingOperations), type(self.operations)
+        self.operations.put(target, places, rows)
+
+    def _deepen(self, hidden: Tensor, x: Tensor, given: GivenRows, index: int) -> None:
+        """Add to hidden what images' tokens get after this layer. x: the next layer's input, renewed for them."""
+        width = self.config.hidden_size
+        added = given.rows[:, (index + 1) * width : (index + 2) * width]
+        if not added.shape[1]:
+            return
+        rows = self.operations.pick(hidden, given.places) + added
+        self._put(hidden, given.places, rows)
+        if index + 1 < len(self.layers):
+            self._put(x, given.places, self.layers[index + 1].input_norm(rows))
 
     def _adapted(self, adapters: TokenAdapters) -> list[Layer]:
         """Return the layers, with products to which the tokens' adapters add."""

@@ -15,6 +15,13 @@ from kernels.memory.kv_cache import KVCache
 ONCE = 0
 
 
+class GivenRows(NamedTuple):
+    """Embeddings that replace those of tokens of a step on a device, and what is added to their hidden states later."""
+
+    places: Tensor  # [F] int64 indices of the tokens, ascending
+    rows: Tensor  # [F, (1 + deep) * hidden] float32
+
+
 class ModelInputs(NamedTuple):
     """One step's T tokens, packed request after request; S of them get logits.
 
@@ -33,15 +40,15 @@ class ModelInputs(NamedTuple):
     generation: int = ONCE
     adapters: TokenAdapters | None = None  # None: no token has one
     #: [.., (1 + deep) * hidden] float32: embeddings for token ids below 0, which are -1 - row, and what is added to
-    #: their hidden states after the first layers. None: there are none.
-    given: Floats | None = None
+    #: their hidden states after the first layers. On a device GivenRows. None: there are none.
+    given: Floats | GivenRows | None = None
     #: Where the recurrent states are: StateRows, or on a device kernels.triton.recurrence.DeviceStates. None: the model
     #: has none.
     requests: Any = None
     window_slots: Ints | None = None  # [T] slots in layers with a window; None: the same as the others'
     #: Positions by which heads are rotated: [T], or [T, 3] if a token of an image has three (config.rope_axes). None:
     #: `positions`.
-    turned: Ints | None = None
+    turned: Tensor | None = None
 
 
 class StepResult(Protocol):

@@ -10,6 +10,7 @@ import torch
 from core.adapters.store import Adapters
 from core.execution.executor import Costs
 from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
+from core.features.store import Features
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.models.operations.token_adapters import TokenAdapters
@@ -27,9 +28,11 @@ from core.runner.device_columns import (
     step_columns,
     trial_columns,
 )
+from core.runner.device_features import DeviceFeatures, SentFeatures
 from core.runner.device_states import DeviceRowStates, PendingStates
-from core.runner.device_tables import DeviceLogits, DeviceTables
+from core.runner.device_tables import DeviceLogits, DeviceTables, normalize_on_device
 from core.runner.drafter import Drafter, RanStep, StepStates
+from core.runner.feature_rows import StepTokens
 from core.runner.graph_pool import GraphPool
 from core.runner.host_rows import HostRows
 from core.runner.mixed_graphs import MixedGraphs
@@ -45,8 +48,14 @@ from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
 from ipc.tables.rounding import ceil_div
 from kernels.recurrence import StateRows
-from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, work_columns
-from kernels.triton.log_softmax import log_softmax
+from kernels.triton.attention_work import (
+    SPLIT,
+    TritonWork,
+    last_seen,
+    triton_work,
+    whole_prompts,
+    work_columns,
+)
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.recurrence import DeviceStates
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
@@ -91,6 +100,7 @@ class CudaModelRunner(ModelRunner):
         grammars: Grammars | None = None,
         shares_blocks: bool = True,
         adapters: Adapters | None = None,
+        features: Features | None = None,
         pooler: Pooler | None = None,
         drafter: Drafter | None = None,
         states: RowStates | None = None,
@@ -100,7 +110,7 @@ class CudaModelRunner(ModelRunner):
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
         only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
         structured_outputs; None = no request has them. shares_blocks: read blocks that all rows have in common once for
-        all of them; no bit depends on it. adapters, pooler, drafter, states: see ModelRunner.
+        all of them; no bit depends on it. adapters, features, pooler, drafter, states: see ModelRunner.
         Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
@@ -112,17 +122,19 @@ class CudaModelRunner(ModelRunner):
             logprobs_mode=logprobs_mode,
             grammars=grammars,
             adapters=adapters,
+            features=features,
             pooler=pooler,
             drafter=drafter,
             states=states,
         )
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
-        self._llama, self._group_size = model, operations.group_size
+        self._llama, self._group_size, self._of_kinds = model, operations.group_size, operations.of_kinds
         self._device = operations.device
         self._width = model.config.hidden_size
         self._tapped: torch.Tensor | None = None  # [T, taps * width] of the last step, if the model is tapped
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
+        self._features = DeviceFeatures(self._feature_rows, self._tables, turns=model.config.rope_axes is not None)
         self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._row_states = None if states is None else DeviceRowStates(states, self._tables, self._host)
@@ -183,7 +195,7 @@ class CudaModelRunner(ModelRunner):
         counts = np.array([count])
         blocks = np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None]
         work = triton_work(counts, counts, blocks, self._group_size, device)
-        metadata = tuple(work._replace(window=window) for window in self._llama.windows)
+        metadata = self._of_kinds(work)
         token_ids = torch.zeros(count, dtype=torch.int64, device=device)
         slots = torch.arange(size, size + count, device=device)  # from block 1 on
         inputs = ModelInputs(token_ids, work.positions, slots, metadata, self.cache, token_ids[:0])
@@ -266,10 +278,10 @@ class CudaModelRunner(ModelRunner):
         self._apply(plan)
         if self._pending is not None and self.sampling.num_edited:
             self._pending.result()
-        columns = self._columns(plan)
+        columns, features = self._with_features(plan, self._columns(plan))
         adapters = self._adapter_rows.of_tokens(plan.rows, columns.num_tokens) if self._adapter_rows else None
         saves, pending = (None, None) if self._row_states is None else self._row_states.begin(plan, columns)
-        hidden, logits_rows = self._launch(columns, adapters, saves)
+        hidden, logits_rows = self._launch(columns, adapters, saves, features)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             result = self._llama.result(hidden, NO_INTS)
@@ -350,6 +362,7 @@ class CudaModelRunner(ModelRunner):
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
+        self._features.begin(plan)
         self._host.leave(plan.removed_rows)
         self._tables.apply(plan, self.table)
 
@@ -370,13 +383,27 @@ class CudaModelRunner(ModelRunner):
         self._tables.write_drafts(columns.rows[is_draft], columns.positions[is_draft], plan.draft_token_ids)
         return columns
 
+    def _with_features(self, plan: SchedulerOutput, columns: StepColumns) -> tuple[StepColumns, SentFeatures | None]:
+        """Return the columns, with what tokens see of later ones, and what features make of tokens; None: nothing."""
+        features = self._features.of_step(StepTokens(plan.rows, columns.num_tokens, columns.positions))
+        wholes = None if features is None else features.wholes
+        if not self._llama.config.is_causal:
+            wholes = whole_prompts(columns.num_tokens)
+        if wholes is None:
+            return columns, features
+        return columns._replace(lasts=(last_seen(columns.positions, wholes),)), features
+
     def _launch(
-        self, columns: StepColumns, adapters: TokenAdapters | None = None, saves: Ints | None = None
+        self,
+        columns: StepColumns,
+        adapters: TokenAdapters | None = None,
+        saves: Ints | None = None,
+        features: SentFeatures | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample.
 
-        saves: see DeviceRowStates.begin(). No graph has adapters, because how many tiles of tokens these have differs
-        from step to step.
+        saves: see DeviceRowStates.begin(). No graph has features, or adapters, because how many tiles of tokens these
+        have differs from step to step.
         """
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
@@ -388,17 +415,21 @@ class CudaModelRunner(ModelRunner):
                 NO_INTS if saves is None else saves,
                 *columns.shared,
                 *columns.common,
+                *columns.lasts,
             )
         )
         rows, positions, alone, tiles, counts, logits_rows, stored, *rest = sent
-        shared, common = rest[0] if columns.shared else None, rest[-1] if columns.common else None
+        given, optional = iter(rest), (columns.shared, columns.common, columns.lasts)
+        shared, common, lasts = (next(given) if column else None for column in optional)
         blocks, splits = self._tables.blocks, work.num_splits
-        given = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common)
+        step = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common, lasts)
         after = None if saves is None else stored
-        hidden = self._replayed(given, after) if adapters is None else None
+        hidden = None
+        if adapters is None and features is None:
+            hidden = self._replayed(step, after)
         if hidden is None:
             requests = None if self._row_states is None else self._row_states.of_step(columns, after)
-            hidden = self._forward(given, requests, adapters)
+            hidden = self._forward(step, requests, adapters, features)
         if self._llama.taps:
             hidden, self._tapped = hidden.tensor_split((self._width,), 1)
         return hidden, logits_rows
@@ -446,16 +477,22 @@ class CudaModelRunner(ModelRunner):
         hidden.copy_(self._forward(work, None))
 
     def _forward(
-        self, work: TritonWork, requests: DeviceStates | None, adapters: TokenAdapters | None = None
+        self,
+        work: TritonWork,
+        requests: DeviceStates | None,
+        adapters: TokenAdapters | None = None,
+        features: SentFeatures | None = None,
     ) -> torch.Tensor:
         """Return the hidden states [T, hidden], followed by those that are tapped [T, taps * hidden].
 
         work: its tables are the device's block tables. Its window is ignored, because each layer has its own.
         """
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
-        metadata = tuple(work._replace(window=window) for window in self._llama.windows)
-        inputs = ModelInputs(ids, work.positions, slots, metadata, self.cache, self._nothing, adapters=adapters)
-        inputs = inputs._replace(requests=requests)
+        inputs = ModelInputs(ids, work.positions, slots, self._of_kinds(work), self.cache, self._nothing)
+        given, turned = (None, None) if features is None else (features.given, features.turned)
+        if turned is None:
+            turned = self._features.turned(work.rows, work.positions)
+        inputs = inputs._replace(requests=requests, adapters=adapters, given=given, turned=turned)
         return tapped_states(self._llama, inputs)
 
     def _sample(self, plan: SchedulerOutput, columns: StepColumns, logits: torch.Tensor) -> Sampled:
@@ -463,7 +500,8 @@ class CudaModelRunner(ModelRunner):
         in_plan, offsets = columns.in_plan, columns.offsets
         rows = plan.rows[in_plan]
         searching = self.sampling.searching(rows)
-        self._normalize(logits, rows, searching)
+        if len(searching):
+            normalize_on_device(logits, searching, self.sampling.search_temperature[rows[searching]], self._tables)
         inputs = self.sampling.inputs(rows, self.table, offsets)
         positions = inputs.position + self.table.num_prompt_tokens[rows]
         reporting = self.sampling.reporting(rows)
@@ -493,14 +531,6 @@ class CudaModelRunner(ModelRunner):
             sampled = behind_drafts(sampled, plan, offsets)
         self._host.count(sampled.counted)
         return sampled
-
-    def _normalize(self, logits: torch.Tensor, rows: Int32s, searching: Ints) -> None:
-        """Turn the logits of beam search rows into log probabilities, in place: normalize() on the device."""
-        if len(searching):
-            temperatures = self.sampling.search_temperature[rows[searching]]
-            divisors = self._tables.send(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
-            which = self._tables.send(searching)
-            logits[which] = log_softmax(logits[which], divisors)
 
     def _gather(self, logits: torch.Tensor, rows: Int32s, in_plan: Ints, searching: Ints) -> LogprobColumns | None:
         """Return the candidates of beam search rows. If there are any, this waits for the device."""

@@ -29,6 +29,7 @@ class StepColumns(NamedTuple):
     shared: tuple[Int32s, ...] = ()
     #: Leading splits that all pieces of one token have in common: the column TritonWork.common. Empty: none.
     common: tuple[Int32s, ...] = ()
+    lasts: tuple[Int32s, ...] = ()  # the column TritonWork.lasts. Empty: no token sees a later one
 
 
 def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:

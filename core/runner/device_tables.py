@@ -11,6 +11,7 @@ from core.sampling.edit_group import Index
 from ipc.tables.arrays import NO_INTS, AnyInts, Floats, Ints, Positions, Rows
 from ipc.tables.rounding import ceil_div, round_up
 from kernels.memory.kv_cache import KVCache
+from kernels.triton.log_softmax import log_softmax
 
 # DeviceLogits: logits on a device, read and written as an array by sampling options that edit logits.
 
@@ -35,6 +36,13 @@ class DeviceLogits:
         if isinstance(index, tuple):
             return tuple(torch.as_tensor(part, device=device) for part in index)
         return torch.as_tensor(index, device=device)
+
+
+def normalize_on_device(logits: torch.Tensor, which: Ints, temperatures: Floats, tables: "DeviceTables") -> None:
+    """Turn the logits [S, V] of these rows into log probabilities, in place: normalize() on the device."""
+    divisors = tables.send(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
+    places = tables.send(which)
+    logits[places] = log_softmax(logits[places], divisors)
 
 
 # DeviceTables: the tokens and KV blocks of all rows in device memory, updated from plans with few transfers.

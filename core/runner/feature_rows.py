@@ -4,6 +4,7 @@ They give the embeddings for tokens that have ids below 0, and the positions of 
 form grids: a function of the prompt's text and the sizes of its images alone.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -11,12 +12,28 @@ import numpy as np
 from core.execution.plan import SchedulerOutput
 from core.features.store import Features
 from core.runner.step_inputs import StepInputs
-from ipc.tables.arrays import Floats, Ints
+from ipc.tables.arrays import AnyInts, Floats, Ints
 from ipc.wire.feature_messages import FeatureUse
 
 
-class StepFeatures(NamedTuple):
+class StepTokens(NamedTuple):
+    """The columns of a step that say where features are; StepInputs have them too."""
+
+    rows: AnyInts  # [R]
+    num_tokens: AnyInts  # [R]
+    positions: Ints  # [T] packed row after row
+
+
+class FoundRows(NamedTuple):
     """The embeddings that replace tokens of a step."""
+
+    places: Ints  # [F] indices of these tokens, ascending
+    rows: Floats  # [F, width] float32
+    wholes: Ints | None  # [n, 2] see Model.attention_metadata()
+
+
+class StepFeatures(NamedTuple):
+    """The embeddings that replace tokens of a step, by token ids below 0."""
 
     token_ids: Ints  # [T]
     rows: Floats  # [F, width] float32
@@ -60,48 +77,52 @@ class FeatureRows:
         ids = inputs.token_ids
         if int(ids.min()) >= 0:
             return None
-        assert self._features is not None, "tokens have ids below 0, but this executor does not support features"
-        ends = inputs.num_tokens.cumsum()
-        parts, wholes = list[Floats](), list[tuple[int, int]]()
-        for row, end, count in zip(inputs.rows.tolist(), ends.tolist(), inputs.num_tokens.tolist(), strict=True):
-            if (uses := self.of_row.get(row)) is None:
-                continue
-            first = int(inputs.positions[end - count])
-            for use in uses:
-                begin, stop = max(use.position, first), min(use.position + use.num_rows, first + count)
-                if begin < stop:
-                    parts.append(self._features.find(use.digest)[begin - use.position : stop - use.position])
-                    if use.is_whole:
-                        assert stop == use.position + use.num_rows, f"a step ends inside a whole feature of row {row}"
-                        wholes.append((end - count + begin - first, stop - begin))
-        given = _stacked(parts)
-        places = np.flatnonzero(ids < 0)
-        assert len(places) == len(given), f"{len(places)} tokens have ids below 0, but {len(given)} feature rows exist"
+        found, places = self.found(inputs), np.flatnonzero(ids < 0)
+        assert found is not None, "tokens have ids below 0, but their rows have no features"
+        count = len(found.rows)
+        assert len(places) == count, f"{len(places)} tokens have ids below 0, but {count} feature rows exist"
         ids = ids.copy()
-        ids[places] = -1 - np.arange(len(given))
-        return StepFeatures(ids, given, np.array(wholes, np.int64) if wholes else None)
+        ids[places] = -1 - np.arange(count)
+        return StepFeatures(ids, found.rows, found.wholes)
 
-    def positions_of(self, inputs: StepInputs) -> Ints | None:
+    def found(self, step: StepTokens | StepInputs) -> FoundRows | None:
+        """Return the embeddings that replace tokens of the step, or None if no token belongs to a feature."""
+        parts, places, wholes = list[Floats](), list[Ints](), list[tuple[int, int]]()
+        for row, begins, first, count in _spans(step):
+            for use in self.of_row.get(row, ()):
+                begin, stop = max(use.position, first), min(use.position + use.num_rows, first + count)
+                if begin >= stop:
+                    continue
+                assert self._features is not None, f"row {row} has features, but this executor does not support them"
+                parts.append(self._features.find(use.digest)[begin - use.position : stop - use.position])
+                places.append(np.arange(begins + begin - first, begins + stop - first))
+                if use.is_whole:
+                    assert stop == use.position + use.num_rows, f"a step ends inside a whole feature of row {row}"
+                    wholes.append((begins + begin - first, stop - begin))
+        if not parts:
+            return None
+        return FoundRows(np.concatenate(places), _stacked(parts), np.array(wholes, np.int64) if wholes else None)
+
+    def positions_of(self, step: StepTokens | StepInputs) -> Ints | None:
         """Return the positions by which a step's tokens are rotated; None if no row has grids. See ModelInputs.
 
         A token of a grid has three: that of the grid's first token, plus its row or its column in the second and the
         third. Text goes on behind the largest of them.
         """
-        positions, ends = inputs.positions.copy(), inputs.num_tokens.cumsum()
+        positions = step.positions.copy()
         images, is_moved = list[tuple[int, Ints]](), False
-        for row, end, count in zip(inputs.rows.tolist(), ends.tolist(), inputs.num_tokens.tolist(), strict=True):
+        for row, begins, first, count in _spans(step):
             if (uses := self.grids.get(row)) is None:
                 continue
-            begin, first, shift = end - count, int(inputs.positions[end - count]), 0
+            end, shift = begins + count, 0
             for use in uses:
                 if use.position >= first + count:
                     break
                 within = np.arange(max(use.position, first), min(use.position + use.num_rows, first + count))
                 if len(within):
-                    images.append((begin + int(within[0]) - first, _in_grid(use, within - use.position, shift)))
-                moved = max(use.num_columns, use.num_rows // use.num_columns) - use.num_rows
-                positions[begin + max(0, use.position + use.num_rows - first) : end] += moved
-                shift += moved
+                    images.append((begins + int(within[0]) - first, _in_grid(use, within - use.position, shift)))
+                positions[begins + max(0, use.position + use.num_rows - first) : end] += _moved(use)
+                shift += _moved(use)
                 is_moved = True
         if not images:
             return positions if is_moved else None
@@ -109,6 +130,27 @@ class FeatureRows:
         for place, own in images:
             of_axes[place : place + len(own)] = own
         return of_axes
+
+    def shift_of(self, row: int) -> int:
+        """Return how far the grids of a row move the positions of what follows them all."""
+        return sum(map(_moved, self.grids.get(row, ())))
+
+    def is_behind_grids(self, step: StepTokens) -> bool:
+        """Return whether each of the step's tokens follows all grids of its row."""
+        ends = {row: uses[-1].position + uses[-1].num_rows for row, uses in self.grids.items()}
+        return all(first >= ends.get(row, 0) for row, _, first, _ in _spans(step))
+
+
+def _spans(step: StepTokens | StepInputs) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each row of a step with the index of its first token, that token's position, and its number of tokens."""
+    ends = step.num_tokens.cumsum()
+    for row, end, count in zip(step.rows.tolist(), ends.tolist(), step.num_tokens.tolist(), strict=True):
+        yield row, end - count, int(step.positions[end - count]), count
+
+
+def _moved(use: FeatureUse) -> int:
+    """Return how far a grid moves the positions of what follows it."""
+    return max(use.num_columns, use.num_rows // use.num_columns) - use.num_rows
 
 
 def _in_grid(use: FeatureUse, within: Ints, shift: int) -> Ints:

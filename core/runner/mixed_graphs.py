@@ -95,7 +95,7 @@ class MixedGraphs:
 
     def size_of(self, work: TritonWork) -> MixedSize | None:
         """Return the size of the graph for this step; None: it is launched kernel by kernel."""
-        if work.shared is not None or work.common is not None:
+        if work.shared is not None or work.common is not None or work.lasts is not None:
             return None
         lists = len(work.rows), len(work.decode_tokens), len(work.tile_tokens)
         fitting = (

@@ -1,7 +1,7 @@
-"""The gated activations of MLPs (Shazeer 2020, arXiv 2002.05202): f(gate) * up with silu, the tanh gelu, or clamps."""
+"""The gated activations of MLPs (Shazeer 2020, arXiv 2002.05202): f(gate) * up with silu, gelu, or clamps."""
 
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 _SQRT_8_OVER_PI = 1.5957691216057308
 _LIMIT, _STEEPNESS = 7.0, 1.702
@@ -22,6 +22,12 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u): the small results of large negative numbers keep their digits.
     twice_u = gate.square().mul_(0.044715).add_(1.0).mul_(gate).mul_(_SQRT_8_OVER_PI)
     return twice_u.sigmoid_().mul_(gate).mul_(up).to(gate_up.dtype)
+
+
+def gelu_erf_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up like silu_mul."""
+    gate, up = (half.float() for half in gate_up.chunk(2, -1))
+    return gelu(gate).mul_(up).to(gate_up.dtype)
 
 
 def clamped_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """TorchNorm: normalisation of the last dimension, and the addition before or after it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import layer_norm
@@ -19,8 +19,11 @@ class TorchNorm:
     bias: torch.Tensor | None = None  # [d] float32, for a centred norm
     is_centred: bool = False
     precedes: bool = False
+    replaces: bool = False  # what is normalised becomes the result before it is rounded, if it is float32
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.replaces:
+            return x.copy_(replace(self, replaces=False, dtype=torch.float32)(x)).to(self.dtype, copy=True)
         if self.weight is None:
             return x.to(self.dtype, copy=True)
         if self.is_centred:

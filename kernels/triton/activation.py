@@ -4,11 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.arithmetic.elementary import error_function, exponential
+from kernels.triton.arithmetic.elementary import exponential
 from kernels.triton.device import power_of_2
-from kernels.triton.gated_activation import MAX_BLOCK, gelu_tanh_of
+from kernels.triton.gated_activation import MAX_BLOCK, gelu_erf_of, gelu_tanh_of
 
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
 _GELU_TANH, _GELU_ERF, _RELU_SQUARED, _XIELU = (tl.constexpr(number) for number in range(4))
 
 
@@ -44,7 +43,7 @@ def activate_kernel(x, out, constants, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
         above = number * number * tl.load(constants)
         result = tl.where(number > 0.0, above, below) + number * tl.load(constants + 2)
     elif FUNCTION == _GELU_ERF:
-        result = number * (0.5 + 0.5 * error_function(number * _SQRT_HALF))
+        result = gelu_erf_of(number)
     else:
         result = gelu_tanh_of(number)
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)

@@ -42,7 +42,7 @@ def first_of(totals):
 # fmt: off
 @triton.jit
 def fold_tile(
-    queries, own, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
+    queries, own, last, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr,
 ):
@@ -51,8 +51,8 @@ def fold_tile(
     totals [M, TOTALS]: the sum of a row's weights, in each column. It is a product with ones, because a product's order
     of summation does not depend on M, and that of tl.sum() may.
 
-    own [M]: the queries' positions, -1 = no query. A token that a row does not see adds exact zeros to it. WINDOW:
-    tokens that a row sees, including itself; 0 = all before it.
+    own, last [M]: the queries' positions, and the last ones that they see; -1 = no query. A token that a row does not
+    see adds exact zeros to it. WINDOW: tokens that a row sees up to itself, including itself; 0 = all before it.
     """
     at = start + tl.arange(0, BLOCK_N)
     there = at < end
@@ -69,7 +69,7 @@ def fold_tile(
         small = exponential(tl.div_rn(-2.0 * tl.abs(scores), soft_cap))
         size = tl.div_rn(soft_cap * (1.0 - small), 1.0 + small)
         scores = tl.where(scores < 0, -size, size)
-    seen = at[None, :] <= own[:, None]
+    seen = at[None, :] <= last[:, None]
     if WINDOW > 0:
         seen = seen & (at[None, :] > own[:, None] - WINDOW)
     scores = tl.where(seen, scores * LOG2_E, -float("inf"))

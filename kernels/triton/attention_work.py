@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.arrays import AnyInts, Int32s
+from kernels.arrays import AnyInts, Int32s, Ints
 from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 
@@ -30,13 +30,16 @@ class TritonWork(NamedTuple):
     tile_tokens: torch.Tensor  # [m] index of each query tile's first token; -1 = padding
     tile_counts: torch.Tensor  # [m] tokens of the tile; -1 = padding
     num_splits: int  # splits of SPLIT tokens in the longest context of decode_tokens, or more
-    window: int | None = None  # tokens that a row sees, including itself; None = all before it
+    window: int | None = None  # tokens that a row sees up to itself, including itself; None = all before it
     #: [n] for each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same
     #: request; 0 = an earlier token's program computes it. None: each has its own program.
     shared: torch.Tensor | None = None
     #: [1] how many leading splits all of decode_tokens have in common: the same blocks, whole in each context. None: no
     #: split is read for several. Not together with `shared`, and not for layers with a window.
     common: torch.Tensor | None = None
+    #: [T] the position of the last token that each token sees. Tokens of an image see each other, and an encoder's see
+    #: all of their prompt. Those of decode_tokens are the last ones of their request. None: no token sees a later one.
+    lasts: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -112,6 +115,23 @@ def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) ->
     )
 
 
+def last_seen(positions: AnyInts, wholes: AnyInts) -> Int32s:
+    """Return TritonWork.lasts for positions [T] of a step's tokens, of which runs see each other.
+
+    wholes [n, 2]: index of a run's first token in the step, and its number of tokens.
+    """
+    lasts = positions.astype(np.int32)
+    for first, count in wholes.tolist():
+        lasts[first : first + count] = lasts[first + count - 1]
+    return lasts
+
+
+def whole_prompts(num_tokens: AnyInts) -> Ints:
+    """Return the runs of last_seen() if all tokens [R] of each request see each other."""
+    counts = num_tokens.astype(np.int64)
+    return np.stack((np.cumsum(counts) - counts, counts), 1)
+
+
 def triton_work(
     num_tokens: AnyInts,
     context_lens: AnyInts,
@@ -119,8 +139,12 @@ def triton_work(
     group_size: int,
     device: torch.device,
     window: int | None = None,
+    wholes: AnyInts | None = None,
 ) -> TritonWork:
-    """Make a TritonWork from columns and block tables [R, P] in host memory, like kernels.attention_metadata."""
+    """Make a TritonWork from columns and block tables [R, P] in host memory, like kernels.attention_metadata.
+
+    wholes: see last_seen(); None = no token sees a later one.
+    """
     columns = work_columns(num_tokens, context_lens, group_size)
     rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
     last = np.cumsum(num_tokens) - 1
@@ -138,4 +162,5 @@ def triton_work(
         sent(columns.tile_counts),
         columns.num_splits,
         window,
+        lasts=None if wholes is None else sent(last_seen(positions, wholes)),
     )

@@ -68,7 +68,7 @@ def decode_kernel(
             low = tl.maximum(tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N, low)
         for start in range(low, end, BLOCK_N):
             maximum, totals, sums = fold_tile(
-                queries, own, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
+                queries, own, own, maximum, totals, sums, layer, table, start, end, head, scale, soft_cap,
                 KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP,
             )
         part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member

@@ -1,27 +1,39 @@
-"""Rows of an embedding table, scaled, in Triton; to them rows of a table of positions may be added."""
+"""Rows of embedding tables in Triton: scaled, with those of kinds and positions; and inputs of single layers."""
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.arithmetic.sums import sum_of
 from kernels.triton.device import power_of_2
+from kernels.triton.linear import DeviceLinear
+from kernels.triton.packed_linear import PackedLinear
 
 _MAX_BLOCK = 1024
 
 
-@triton.jit
+# fmt: off
+@triton.jit(do_not_specialize=["num_words"])
 def gather_kernel(
-    ids, positions, table, places, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_PLACES: tl.constexpr
+    ids, positions, table, places, kinds, out, scale, num_words,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_KINDS: tl.constexpr,
 ):
     """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    values = tl.load(table + tl.load(ids + row) * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    token = tl.maximum(tl.load(ids + row), 0)  # an id below 0 stands for a given row
+    word = token
+    if HAS_KINDS:
+        word = token % num_words
+    values = tl.load(table + word * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    if HAS_KINDS:
+        values += tl.load(kinds + token // num_words * WIDTH + column, mask=inside, other=0.0)
     if HAS_PLACES:  # padding has position -1
         place = tl.maximum(tl.load(positions + row), 0).to(tl.int64)
         values += tl.load(places + place * WIDTH + column, mask=inside, other=0.0)
     tl.store(out + row * WIDTH + column, values, mask=inside)
+# fmt: on
 
 
 def embedding(
@@ -31,10 +43,12 @@ def embedding(
     table: torch.Tensor,
     scale: float,
     places: torch.Tensor | None = None,
+    kinds: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rows of a table times scale, [T, d] float32; ids [T] int64, table [V, d] contiguous.
 
-    places [P, d] float32: rows that are added, by positions [T], which only a table of places needs.
+    kinds [k, d] float32: rows that are added by kind of token; ids of kind k are offset by k * V. places [P, d]
+    float32: rows that are then added by positions [T], which only a table of places needs. An id below 0 gets any row.
     """
     assert table.is_contiguous(), table.stride()
     assert places is None or positions is not None, "rows are added by position"
@@ -47,10 +61,86 @@ def embedding(
             ids if positions is None else positions,
             table,
             table if places is None else places,
+            table if kinds is None else kinds,
             out,
             scale,
+            len(table),
             WIDTH=width,
             BLOCK=block,
             HAS_PLACES=places is not None,
+            HAS_KINDS=kinds is not None,
         )
     return out
+
+
+# The inputs that each layer has for each token (kernels/cpu/c/layers/per_layer.h defines them).
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["given_id", "layer"])
+def per_layer_kernel(
+    x, ids, projected, table, norm, out, scale, eps, given_id, layer,
+    LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Multiply one token's row in each program."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    word = tl.load(ids + token)
+    word = tl.where(word < 0, given_id, word)  # an id below 0 stands for a given row
+    number = tl.load(projected + (token * LAYERS + layer) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of(number * number), WIDTH * 1.0) + eps))
+    own = tl.load(table + (word * LAYERS + layer) * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    own += number * factor * tl.load(norm + column, mask=inside, other=0.0)
+    result = tl.load(x + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * own
+    tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+class TritonPerLayerInputs:
+    """norm(projection) + table * scale, for each token and layer."""
+
+    def __init__(
+        self,
+        table: torch.Tensor,
+        projection: DeviceLinear | PackedLinear,
+        norm: torch.Tensor,
+        *,
+        scale: float,
+        eps: float,
+        given_id: int,
+    ) -> None:
+        """Take the weights.
+
+        table [vocab, layers * width] of the model's dtype; norm [width] float32; given_id: the token whose rows of the
+        table those with ids below 0 have.
+        """
+        self._table, self._norm, self._projection = table.contiguous(), norm.contiguous(), projection
+        self._scale, self._eps, self._given_id = scale, eps, given_id
+        self.variant = projection.variant
+
+    def project(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the projection [T, layers * width] of embeddings [T, hidden] float32."""
+        return self._projection(embedded.to(self._table.dtype))
+
+    def multiply(self, x: torch.Tensor, ids: torch.Tensor, projected: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return x [T, width] times the layer's inputs of the tokens ids [T] int64, rounded once to its dtype."""
+        width, out = len(self._norm), torch.empty_like(x)
+        assert x.is_contiguous(), x.stride()
+        if len(x):
+            per_layer_kernel[(len(x),)](
+                x,
+                ids,
+                projected,
+                self._table,
+                self._norm,
+                out,
+                self._scale,
+                self._eps,
+                self._given_id,
+                layer,
+                LAYERS=projected.shape[1] // width,
+                WIDTH=width,
+                BLOCK=power_of_2(width),
+            )
+        return out

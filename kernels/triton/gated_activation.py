@@ -1,14 +1,15 @@
-"""The gated activations f(gate) * up in Triton: silu, tanh gelu, or clamped; see kernels/torch/gated_activation.py."""
+"""The gated activations f(gate) * up in Triton: silu, gelu, or clamped; see kernels/torch/gated_activation.py."""
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.arithmetic.elementary import exponential
+from kernels.triton.arithmetic.elementary import error_function, exponential
 from kernels.triton.device import power_of_2
 
 MAX_BLOCK = 1024
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
 _LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
@@ -19,10 +20,18 @@ def gelu_tanh_of(x):
 
 
 @triton.jit
+def gelu_erf_of(x):
+    """Return gelu for float32 numbers."""
+    return x * (0.5 + 0.5 * error_function(x * _SQRT_HALF))
+
+
+@triton.jit
 def gated(gate, up, FUNCTION: tl.constexpr):
-    """Return f(gate) * up; all float32. FUNCTION: silu, gelu_pytorch_tanh or clamped_silu."""
+    """Return f(gate) * up; all float32. FUNCTION: silu, gelu, gelu_pytorch_tanh or clamped_silu."""
     if FUNCTION == "gelu_pytorch_tanh":
         opened = gelu_tanh_of(gate)
+    elif FUNCTION == "gelu":
+        opened = gelu_erf_of(gate)
     elif FUNCTION == "clamped_silu":
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         opened = tl.div_rn(gate, 1.0 + exponential(gate * -_STEEPNESS))
@@ -51,6 +60,11 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute gelu(gate) * up like silu_mul, with gelu's tanh approximation."""
     return _run(gate_up, "gelu_pytorch_tanh")
+
+
+def gelu_erf_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up like silu_mul."""
+    return _run(gate_up, "gelu")
 
 
 def clamped_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kernels.arrays import Int32s
 from kernels.elements import Dtype
-from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.memory.kv_cache import KVCache, MixedKVCache, bytes_per_block
 from kernels.rounding import round_up
 from kernels.torch.tensors import DTYPES
 from kernels.triton.device import power_of_2
@@ -68,6 +68,10 @@ class TritonKVCache(KVCache):
             layer[0] = 0
         return layers
 
+    def part(self, place: int) -> "tuple[TritonKVCache, int]":
+        """Return this cache and the place."""
+        return self, place
+
     @property
     def layout(self) -> str:
         """Describe everything that the bytes of a block depend on, except the numbers in it."""
@@ -93,6 +97,28 @@ class TritonKVCache(KVCache):
         for first, to, count in _runs(sources, targets):
             for source, destination in zip(self.layers, target.layers, strict=True):
                 destination[to : to + count].copy_(source[first : first + count], non_blocking=True)
+
+
+class MixedTritonKVCache(MixedKVCache):
+    """A KV cache of layers whose heads are of several sizes."""
+
+    parts: tuple[TritonKVCache, ...]
+
+    @property
+    def layout(self) -> str:
+        """Describe everything that the bytes of a block depend on, except the numbers in it."""
+        return " ".join(part.layout for part in self.parts)
+
+    def part(self, place: int) -> tuple[TritonKVCache, int]:
+        """Return the cache whose heads are those of the layer at this place, and the layer's place there."""
+        part, own = self._places[place]
+        return self.parts[part], own
+
+    def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
+        """Copy blocks of all layers, as one of the parts does."""
+        assert isinstance(target, MixedTritonKVCache), type(target)
+        for part, other in zip(self.parts, target.parts, strict=True):
+            part.copy_blocks(sources, other, targets)
 
 
 class Int8KVCache(TritonKVCache):

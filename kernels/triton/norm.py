@@ -12,12 +12,13 @@ from kernels.triton.device import power_of_2
 @triton.jit
 def norm_kernel(
     hidden, x, weight, bias, out, eps, multiplier,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PRECEDES: tl.constexpr, SCALES: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, PRECEDES: tl.constexpr, REPLACES: tl.constexpr,
+    SCALES: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
 ):
     """Normalise one row in each program: x; or, if it ADDS, hidden, to which x is added, times multiplier if it SCALES.
 
-    PRECEDES: hidden is normalised as it was before the addition. Without a weight it is only rounded.
+    PRECEDES: hidden is normalised as it was before the addition. REPLACES: hidden becomes the result, in float32.
+    Without a weight it is only rounded.
     """
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
@@ -38,6 +39,8 @@ def norm_kernel(
         values = values * scale * tl.load(weight + column, mask=inside, other=0.0)
         if HAS_BIAS:
             values += tl.load(bias + column, mask=inside, other=0.0)
+    if REPLACES:
+        tl.store(hidden + row + column, values, mask=inside)
     tl.store(out + row + column, values.to(out.dtype.element_ty), mask=inside)
 # fmt: on
 
@@ -46,7 +49,8 @@ class TritonNorm:
     """A norm in float32, rounded once to dtype: x / sqrt(mean(x ** 2) + eps) * weight [d] float32.
 
     A centred one is a layer normalisation, which may have a bias [d] float32. Without a weight it only rounds.
-    residual_multiplier, precedes: see core.models.operations.operations.Norm.
+    residual_multiplier, precedes: see core.models.operations.operations.Norm. replaces: x, or hidden, becomes the
+    result before it is rounded.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class TritonNorm:
         bias: torch.Tensor | None = None,
         is_centred: bool = False,
         precedes: bool = False,
+        replaces: bool = False,
     ) -> None:
         self.weight, self.bias = (None if one is None else one.contiguous() for one in (weight, bias))
         self.eps, self.dtype, self.residual_multiplier = eps, dtype, residual_multiplier
         self._constants = {
             "PRECEDES": precedes,
+            "REPLACES": replaces,
             "SCALES": residual_multiplier != 1.0,
             "HAS_WEIGHT": weight is not None,
             "HAS_BIAS": bias is not None,
@@ -71,7 +77,7 @@ class TritonNorm:
         }
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [T, d] contiguous, any floating type -> [T, d] with dtype."""
+        """Normalise x [T, d] contiguous, any floating type -> [T, d] with dtype. One that is replaced is float32."""
         return self._run(x, x, adds=False)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

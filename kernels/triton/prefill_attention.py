@@ -21,15 +21,15 @@ from kernels.triton.kv_cache import TritonKVCache
 # fmt: off
 @triton.jit
 def prefill_kernel(
-    q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
+    q, out, layer, rows, positions, lasts, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
     value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LASTS: tl.constexpr, SPLIT: tl.constexpr,
 ):
     """Compute one tile, consecutive tokens of one request with the query heads of one KV head, in each program.
 
-    A program of several computes BLOCK_M rows of the tile.
+    A program of several computes BLOCK_M rows of the tile. HAS_LASTS: tokens see those behind them up to `lasts` [T].
 
     The context is summed in the splits of decode_kernel, so that a token has the same bits alone in its step.
     """
@@ -49,7 +49,11 @@ def prefill_kernel(
     maximum, totals = before_tiles(sinks, head * GROUP + m % GROUP, mine, HAS_SINKS, BLOCK_M)
     total = first_of(totals)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    last = own
     end = tl.where(count > 0, first + count, 0)  # padding has -1 tokens
+    if HAS_LASTS:
+        last = tl.load(lasts + token + m // GROUP, mask=mine, other=-1)
+        end = tl.max(last, 0) + 1
     low = 0
     if WINDOW > 0:
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -64,7 +68,7 @@ def prefill_kernel(
         their_sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         for start in range(tl.maximum(begin, low), tl.minimum(begin + SPLIT, end), BLOCK_N):
             their_maximum, totals, their_sums = fold_tile(
-                queries, own, their_maximum, totals, their_sums, layer, table, start, end, head, scale, soft_cap,
+                queries, own, last, their_maximum, totals, their_sums, layer, table, start, end, head, scale, soft_cap,
                 KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP,
             )
         maximum, total, sums = merged(maximum, total, sums, their_maximum, first_of(totals), their_sums)
@@ -85,7 +89,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Compute the causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
+    """Compute the attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
 
     Both are contiguous, with the cache's dtype. They may be the same: a program reads the queries that it replaces
     before it writes, and no other reads them. A row's bits only depend on its own tokens. soft_cap: scores become cap
@@ -105,6 +109,7 @@ def prefill_attention(
         cache.layers[layer],
         work.rows,
         work.positions,
+        work.positions if work.lasts is None else work.lasts,
         work.tables,
         work.tables.stride(0),
         work.tile_tokens,
@@ -123,6 +128,7 @@ def prefill_attention(
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks is not None,
+        HAS_LASTS=work.lasts is not None,
         SPLIT=SPLIT,
         **PREFILL_OPTIONS,
     )

@@ -9,6 +9,7 @@ from kernels.triton.arithmetic.sums import sum_of, sums_of_rows
 from kernels.triton.cache_rows import largest_of, store_rows
 from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
+from kernels.value_form import SIDES, ValueForm
 
 
 @triton.jit
@@ -51,13 +52,14 @@ def _normalised(
 
 @triton.jit
 def _write_kv(
-    qkv, layer, slot, first, second, head, i, inside, key_scale, value_scale,
+    qkv, layer, slot, first, second, head, i, inside, eps, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, VALUES_AT: tl.constexpr, NORMED_VALUES: tl.constexpr,
 ):
     """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv.
 
-    8-bit floats are divided by their scale.
+    VALUES_AT: heads before V in qkv. NORMED_VALUES: each head of V is normalised. 8-bit floats are divided by their
+    scale.
     """
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -74,7 +76,11 @@ def _write_kv(
     value_head = tl.arange(0, BLOCK_KV)[:, None]
     j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
     is_value = (value_head < KV_HEADS) & (j < HEAD_DIM)
-    value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value, other=0.0)
+    value = tl.load(qkv + (VALUES_AT + value_head) * HEAD_DIM + j, mask=is_value, other=0.0)
+    if NORMED_VALUES:
+        wide = value.to(tl.float32)
+        mean = tl.div_rn(sums_of_rows(wide * wide), HEAD_DIM * 1.0)[:, None]
+        value = (wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps))).to(value.dtype)
     if layer.dtype.element_ty == tl.uint8:
         value = tl.div_rn(value.to(tl.float32), value_scale)
     largest = largest_of(layer, value)
@@ -88,18 +94,20 @@ def rope_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
     NORMS: tl.constexpr, OF_ROWS: tl.constexpr, CENTRED: tl.constexpr, AFTER: tl.constexpr, GROWS: tl.constexpr,
+    SIDES: tl.constexpr, NORMED_VALUES: tl.constexpr,
 ):
     """Compute one token in each program.
 
     cos and sin [T, D] float32 come from rotary_tables(): sin's second half is +sin. growth [T]
-    float32: factors of queries, if they GROW.
+    float32: factors of queries, if they GROW. SIDES: of K and V, for how many qkv has columns (kernels/value_form.py).
     """
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
-    qkv += token * (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    qkv += token * (HEADS + SIDES * KV_HEADS) * HEAD_DIM
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
-    inside = (head < HEADS + KV_HEADS) & (i < HALF)
+    KEYS: tl.constexpr = KV_HEADS if SIDES > 0 else 0
+    inside = (head < HEADS + KEYS) & (i < HALF)
     first = tl.load(qkv + head * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + head * HEAD_DIM + HALF + i, mask=inside, other=0.0).to(tl.float32)
     if NORMS and not AFTER:
@@ -126,12 +134,14 @@ def rope_kernel(
     q += token * HEADS * HEAD_DIM
     tl.store(q + head * HEAD_DIM + i, turned_first, mask=is_query)
     tl.store(q + head * HEAD_DIM + HALF + i, turned_second, mask=is_query)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        _write_kv(
-            qkv, layer, slot, turned_first, turned_second, head, i, inside, key_scale, value_scale,
-            HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
-        )
+    if SIDES > 0:
+        slot = tl.load(slots + token)
+        if slot >= 0:
+            _write_kv(
+                qkv, layer, slot, turned_first, turned_second, head, i, inside, eps, key_scale, value_scale,
+                HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
+                HEADS + (SIDES - 1) * KV_HEADS, NORMED_VALUES,
+            )
 # fmt: on
 
 
@@ -139,7 +149,8 @@ class TritonRope:
     """The rotary embedding of one layer.
 
     head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation or, if is_after, after
-    it; of_rows: all of Q's heads together and all of K's; is_centred: they are layer normalisations.
+    it; of_rows: all of Q's heads together and all of K's; is_centred: they are layer normalisations. values: what V is;
+    rows of the weights for it are not read, because they are ones.
     """
 
     def __init__(
@@ -151,6 +162,7 @@ class TritonRope:
         of_rows: bool = False,
         is_centred: bool = False,
         is_after: bool = False,
+        values: ValueForm = "own",
     ) -> None:
         self.num_heads, self.eps = num_heads, eps
         self.head_norms = None if head_norms is None else head_norms.contiguous()
@@ -159,6 +171,8 @@ class TritonRope:
             "OF_ROWS": of_rows,
             "CENTRED": is_centred,
             "AFTER": is_after,
+            "SIDES": SIDES[values],
+            "NORMED_VALUES": values in ("normalised", "keys"),
         }
 
     def __call__(
@@ -173,8 +187,8 @@ class TritonRope:
     ) -> torch.Tensor:
         """Rotate Q and K, store K and V, and return Q [T, H, D] with the cache's dtype.
 
-        qkv [T, (H + 2 * Hkv) * D] is of the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
-        not store). growth [T] float32: factors of the queries.
+        qkv [T, (H + 2 * Hkv) * D], or fewer columns for other values, is of the cache's dtype; cos and sin come from
+        rotary_tables; slots [T] int64 (-1: do not store). growth [T] float32: factors of the queries.
         """
         assert qkv.is_contiguous(), qkv.stride()
         dtype = DTYPES[cache.dtype]

@@ -52,7 +52,7 @@ def shared_prefix_kernel(
         end = (split + 1) * SPLIT
         for start in range(split * SPLIT, end, BLOCK_N):
             maximum, totals, sums = fold_tile(
-                queries, own, maximum, totals, sums, layer, tables + place * table_width, start, end, head, scale,
+                queries, own, own, maximum, totals, sums, layer, tables + place * table_width, start, end, head, scale,
                 soft_cap, KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, 0, HAS_CAP,
             )
         part = (index.to(tl.int64) * num_splits + split) * HEADS + member

@@ -6,7 +6,7 @@ import msgspec
 
 from core.model_files.known_models import known_models
 
-_HEAD = ("MODELS", "ARCHITECTURE", "FILES", "IMAGES", "ADAPTERS", "MTP", "GPU", "LEVEL")
+_HEAD = ("MODELS", "ARCHITECTURE", "FILES", "IMAGES", "ADAPTERS", "MTP", "LEVEL")
 
 
 def print_known(*, as_json: bool) -> None:
@@ -17,7 +17,7 @@ def print_known(*, as_json: bool) -> None:
         return
     rows: list[tuple[str, ...]] = [_HEAD]
     for one in known:
-        words = ["yes" if value else "no" for value in (one.images, one.mtp, one.gpu)]
+        words = ["yes" if value else "no" for value in (one.images, one.mtp)]
         rows.append((one.models, one.architecture, one.files, words[0], one.adapters, *words[1:], one.level))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

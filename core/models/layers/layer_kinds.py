@@ -19,10 +19,11 @@ class LayerKind(NamedTuple):
 
 def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
+    has_table = config.encoder is not None and config.adds_places
     return tuple(
         LayerKind(
             config.sliding_window if layer in config.sliding_layers else None,
-            layer not in config.unrotated_layers,
+            layer not in config.unrotated_layers and not has_table,
             config.heads_of(layer),
         )
         for layer in range(config.num_hidden_layers)

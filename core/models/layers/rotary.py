@@ -16,7 +16,7 @@ from core.models.layers.rope_scaling import (
     RopeScaling,
     YarnScaling,
 )
-from ipc.tables.arrays import Floats
+from ipc.tables.arrays import Floats, Ints
 from kernels import rotary
 
 _Kind = TypeVar("_Kind")
@@ -52,6 +52,14 @@ def rotary_embeddings(config: ModelConfig, length: int | None = None) -> tuple[R
         return made[key]
 
     return tuple(of(kind) for kind in kinds(config))
+
+
+def axes_of_pairs(config: ModelConfig) -> Ints | None:
+    """Return config.rope_axes for all pairs of a head; those that are not rotated have any."""
+    if config.rope_axes is None:
+        return None
+    axes = np.array(config.rope_axes, np.int64)
+    return np.pad(axes, (0, config.head_dim // 2 - len(axes)))
 
 
 def of_each_kind(make: Callable[[_Kind], _Made], rotaries: Sequence[_Kind]) -> tuple[_Made, ...]:

@@ -140,9 +140,16 @@ class CpuOperations:
         self.library.wake_threads()
 
     def embedding(
-        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+        self,
+        table: StoredMatrix,
+        scale: float,
+        head: Operation | None,
+        places: Floats | None = None,
+        kinds: Floats | None = None,
     ) -> CpuEmbedding:
         """Return the embedding. It reads the packed head if the table is the head's weight."""
+        if self._config.encoder is not None:
+            return CpuEmbedding(self.library, table.own(self._dtype), scale, kinds=kinds, places=places)
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale, places=places)  # the packed head replaces the table
         is_stored = self._dtype == BFLOAT16 and self.form is not WeightForm.DENSE
@@ -173,6 +180,7 @@ class CpuOperations:
         bias: Floats | None = None,
         is_centred: bool = False,
         precedes: bool = False,
+        replaces: bool = False,
     ) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
         return CpuNorm(
@@ -184,6 +192,7 @@ class CpuOperations:
             bias=bias,
             is_centred=is_centred,
             precedes=precedes,
+            replaces=replaces,
         )
 
     def activated(
@@ -345,11 +354,13 @@ class CpuOperations:
         work: tuple[AttentionPlan, ...],
         cache: KVCache,
         requests: StateRows | None = None,
+        turned: Ints | None = None,
     ) -> CpuStep:
         """Return the step's inputs of attention, with rotary tables as long as the longest context.
 
         Without work K and V can be stored.
         """
+        assert turned is None, "only a decoder's own step turns heads by other positions"
         assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
         tables = tuple(table for table in self.tables if table is not None)
         longest = work[0].longest if work else int(positions.max()) + 1

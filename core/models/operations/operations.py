@@ -112,12 +112,18 @@ class Operations(Protocol):
         """Prepare for a step's first operation within tens of microseconds."""
 
     def embedding(
-        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+        self,
+        table: StoredMatrix,
+        scale: float,
+        head: Operation | None,
+        places: Floats | None = None,
+        kinds: Floats | None = None,
     ) -> Callable[..., Tensor]:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
 
-        head: the product whose weights are the table, if there is one. places [positions, d]: rows that are added by
-        position; then the operation also takes the positions [T] int64.
+        head: the product whose weights are the table, if there is one. kinds [k, d]: rows that are added by kind of
+        token; ids of kind k are offset by k times the table's rows. places [positions, d]: rows that are then added by
+        position; the operation takes the positions [T] int64 too.
         """
 
     def linear(
@@ -138,10 +144,12 @@ class Operations(Protocol):
         bias: Floats | None = None,
         is_centred: bool = False,
         precedes: bool = False,
+        replaces: bool = False,
     ) -> Norm:
         """Return the norm with weight [d] float32. Its results are of dtype. weight None: it only rounds to dtype.
 
         is_centred: whether it is a layer normalisation, which may have a bias [d] float32. precedes: see Norm.after().
+        replaces: the hidden states become its result, before that is rounded.
         """
 
     def activated(
@@ -215,11 +223,12 @@ class Operations(Protocol):
         work: tuple[AttentionWork, ...],
         cache: KVCache,
         requests: StateRows | None = None,
+        turned: Tensor | None = None,
     ) -> Any:
         """Return the inputs for attention and recurrent states in a step.
 
         positions [T] and slots [T]: of the step's tokens. work: one per kind of layer. requests: where the states are;
-        None = there are none.
+        None = there are none. turned: see ModelInputs; only GivingOperations support any.
         """
 
     def add(self, hidden: Tensor, x: Tensor) -> None:
@@ -248,8 +257,8 @@ class Operations(Protocol):
 
         See kernels.torch.attention.attention_metadata.
 
-        generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); only the
-        C kernels support any.
+        generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); torch's
+        operations support none.
         """
 
     def bytes_per_block(self, block_size: int) -> int:
@@ -298,6 +307,14 @@ class HostOperations(Protocol):
 
     def rounded(self, numbers: Floats) -> Numbers:
         """Return float32 numbers in the model's dtype."""
+
+
+@runtime_checkable
+class GivingOperations(Protocol):
+    """Additional methods of operations that run layers one by one and whose models read features."""
+
+    def put(self, target: Tensor, places: Tensor, rows: Tensor) -> None:
+        """Write rows [n, d] to these distinct places [n] int64 of target [T, d], in place."""
 
 
 def choose_operations(

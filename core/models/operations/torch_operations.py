@@ -26,7 +26,7 @@ from kernels.routing import Routing
 from kernels.torch.activation import gelu_erf, gelu_tanh, relu_squared, xielu
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.experts import TorchExpert, TorchExperts
-from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
+from kernels.torch.gated_activation import clamped_silu_mul, gelu_erf_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.linear import TorchLinear
 from kernels.torch.lora import TorchAdapter
@@ -91,6 +91,7 @@ class TorchLatentAttend:
 
 GATES: dict[Activation, Operation] = {
     "silu": silu_mul,
+    "gelu": gelu_erf_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
 }
@@ -164,9 +165,15 @@ class TorchOperations:
         """Do nothing: torch wakes its own threads."""
 
     def embedding(
-        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+        self,
+        table: StoredMatrix,
+        scale: float,
+        head: Operation | None,
+        places: Floats | None = None,
+        kinds: Floats | None = None,
     ) -> Callable[..., torch.Tensor]:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
+        assert kinds is None, "encoders do not run on torch's operations"
         rows = to_tensor(table.own(self._dtype))
         if places is None:
             return lambda ids: rows.index_select(0, torch.as_tensor(ids)).float().mul_(scale)
@@ -199,11 +206,12 @@ class TorchOperations:
         bias: Floats | None = None,
         is_centred: bool = False,
         precedes: bool = False,
+        replaces: bool = False,
     ) -> TorchNorm:
         """Return the norm with this weight [d] float32. Its results are of dtype."""
         tensor, shift = (None if one is None else to_tensor(one) for one in (weight, bias))
         multiplier = self._config.residual_multiplier
-        return TorchNorm(tensor, eps, DTYPES[dtype], multiplier, shift, is_centred, precedes)
+        return TorchNorm(tensor, eps, DTYPES[dtype], multiplier, shift, is_centred, precedes, replaces)
 
     def activated(
         self,
@@ -345,8 +353,10 @@ class TorchOperations:
         work: tuple[AttentionMetadata, ...],
         cache: KVCache,
         requests: StateRows | None = None,
+        turned: Ints | None = None,
     ) -> TorchStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
+        assert turned is None, "torch's operations read no features"
         tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
         stored = np.flatnonzero(slots >= 0)
         write_tokens = slice(0, len(slots)) if len(stored) == len(slots) else to_tensor(stored)

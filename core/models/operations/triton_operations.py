@@ -4,17 +4,19 @@ This module imports triton, so import it only for device=cuda.
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 
-from core.models.config import Activation, LatentParts, ModelConfig
-from core.models.layers.rotary import of_each_kind, rotary_embeddings
+from core.models.config import Activation, HeadSizes, LatentParts, ModelConfig
+from core.models.layers.layer_kinds import cached_layers, kinds, places_of_parts, windows
+from core.models.layers.rotary import axes_of_pairs, of_each_kind, rotary_embeddings
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
@@ -36,11 +38,11 @@ from kernels.torch.rope import query_factors
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared, xielu
 from kernels.triton.arithmetic.rotary_tables import rotary_tables
-from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, whole_prompts
 from kernels.triton.decode_attention import decode_attention
-from kernels.triton.embedding import embedding
-from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
-from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.embedding import TritonPerLayerInputs, embedding
+from kernels.triton.gated_activation import clamped_silu_mul, gelu_erf_mul, gelu_tanh_mul, silu_mul
+from kernels.triton.kv_cache import MixedTritonKVCache, TritonKVCache
 from kernels.triton.latent import TritonLatent, heads_together
 from kernels.triton.linear import DeviceLinear, DeviceProduct, GatedLinear, torch_product
 from kernels.triton.lora import LoraWork, TritonAdapter, add_adapters, lora_work
@@ -57,6 +59,7 @@ from kernels.value_form import ValueForm
 
 GATES: dict[str, Operation] = {
     "silu": silu_mul,
+    "gelu": gelu_erf_mul,
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
 }
@@ -79,7 +82,7 @@ class TritonStep(NamedTuple):
     #: For each kind of layer: cosines, sines and, if queries grow, their factors, for all tokens.
     tables: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], ...]
     work: tuple[TritonWork, ...]  # one per kind of layer
-    cache: TritonKVCache
+    cache: TritonKVCache | MixedTritonKVCache
     positions: torch.Tensor  # [T]
     requests: DeviceStates | None = None  # where the recurrent states are; None: the model has none
 
@@ -96,15 +99,15 @@ class TritonAttend:
 
     def __call__(self, qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
         """Return the heads' results [T, H * D] for the layer's first product."""
-        q = self.store(qkv, step, index)
+        q, (cache, place) = self.store(qkv, step, index), step.cache.part(index)
         for attention in (prefill_attention, decode_attention):
-            attention(q, step.cache, index, step.work[self.kind], self.scale, q, self.cap, self.sinks)
+            attention(q, cache, place, step.work[self.kind], self.scale, q, self.cap, self.sinks)
         return q.flatten(1)
 
     def store(self, qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
         """Store K and V of the step's tokens. Return Q, normalised and rotated."""
-        cos, sin, growth = step.tables[self.kind]
-        return self.rope(qkv, cos, sin, step.cache, index, step.slots, growth)
+        (cos, sin, growth), (cache, place) = step.tables[self.kind], step.cache.part(index)
+        return self.rope(qkv, cos, sin, cache, place, step.slots, growth)
 
 
 class TritonLatentAttend:
@@ -116,19 +119,19 @@ class TritonLatentAttend:
 
     def __call__(self, x: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
         """Return the heads' values [T, H * value_dim] for the layer's first product x."""
-        work, cache = step.work[self._kind], step.cache
+        work, (cache, place) = step.work[self._kind], step.cache.part(index)
 
         def attend(q: torch.Tensor) -> torch.Tensor:
-            prefill_attention(q, cache, index, work, self._scale, q)
-            decode_attention(q, cache, index, work, self._scale, q)
+            prefill_attention(q, cache, place, work, self._scale, q)
+            decode_attention(q, cache, place, work, self._scale, q)
             return q
 
         return self._latent.attend(self.store(x, step, index), attend)
 
     def store(self, x: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
         """Store the tokens' vectors. Return the queries."""
-        cos, sin, _ = step.tables[self._kind]
-        return self._latent.begin(x, cos, sin, step.slots, step.cache, index)
+        (cos, sin, _), (cache, place) = step.tables[self._kind], step.cache.part(index)
+        return self._latent.begin(x, cos, sin, step.slots, cache, place)
 
 
 class TritonOperations:
@@ -160,8 +163,11 @@ class TritonOperations:
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
         self._scratch = Scratch()
         self._lora: tuple[TokenAdapters, LoraWork] | None = None  # of the last step with adapters
+        axes = axes_of_pairs(config)
+        self._axes = None if axes is None else self._send(np.concatenate((axes, axes)))  # of both halves of heads
         self.settle_length(config.max_position_embeddings)
-        self.group_size = config.num_attention_heads // config.num_key_value_heads
+        #: Query heads per KV head: the most, where layers differ. A program of fewer does not use all its rows.
+        self.group_size = config.num_attention_heads // min(kind.heads.num_key_value_heads for kind in kinds(config))
         if config.latent is not None:
             self.group_size = heads_together(config.num_attention_heads)
 
@@ -194,14 +200,19 @@ class TritonOperations:
         """Do nothing: the device needs no wake-up."""
 
     def embedding(
-        self, table: StoredMatrix, scale: float, head: Operation | None, places: Floats | None = None
+        self,
+        table: StoredMatrix,
+        scale: float,
+        head: Operation | None,
+        places: Floats | None = None,
+        kinds: Floats | None = None,
     ) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
 
         places: rows that are added, by a second argument, the positions [T].
         """
-        rows = None if places is None else self._send(places)
-        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale, places=rows)
+        rows, own = (None if one is None else self._send(one) for one in (places, kinds))
+        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale, places=rows, kinds=own)
 
     def linear(
         self,
@@ -227,6 +238,7 @@ class TritonOperations:
         bias: Floats | None = None,
         is_centred: bool = False,
         precedes: bool = False,
+        replaces: bool = False,
     ) -> TritonNorm:
         """Return the norm with this weight [d] float32. Its results are of dtype."""
         tensor, shift = (None if one is None else self._send(one) for one in (weight, bias))
@@ -238,6 +250,7 @@ class TritonOperations:
             bias=shift,
             is_centred=is_centred,
             precedes=precedes,
+            replaces=replaces,
         )
 
     def gate_up(
@@ -304,7 +317,6 @@ class TritonOperations:
         self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
     ) -> "TritonAttend":
         """Return the attention of one layer; see Operations."""
-        assert values == "own", values
         config = self._config
         head_norms, scores = (None if one is None else self._send(one) for one in (norms, sinks))
         rope = TritonRope(
@@ -314,9 +326,27 @@ class TritonOperations:
             of_rows=config.qk_norm_of_rows,
             is_centred=config.centred_norms,
             is_after=config.qk_norm_after,
+            values=values,
+        )
+        return TritonAttend(rope, kind, config.scores_scale, config.scores_cap, scores)
+
+    def per_layer_inputs(
+        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+    ) -> TritonPerLayerInputs:
+        """Return the inputs of all layers. The table is dense."""
+        own = self._config.per_layer
+        return TritonPerLayerInputs(
+            self._send(table.dense(self._dtype)),
+            self.linear(projection),
+            self._send(norm),
+            scale=scale,
+            eps=eps,
+            given_id=0 if own is None else own.given_id,
         )
 
-        return TritonAttend(rope, kind, config.scores_scale, config.scores_cap, scores)
+    def scaled(self, hidden: torch.Tensor, scale: float) -> None:
+        """Multiply hidden by the scale, in place."""
+        hidden.mul_(scale)
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the recurrence of one layer."""
@@ -339,19 +369,29 @@ class TritonOperations:
         work: tuple[TritonWork, ...],
         cache: KVCache,
         requests: StateRows | DeviceStates | None = None,
+        turned: torch.Tensor | None = None,
     ) -> TritonStep:
         """Return the step's inputs for attention, with the rotary tables of its positions."""
+        at = positions if turned is None else turned
 
         def of_tokens(rotary: _Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             frequencies, factor, growth = rotary
             factors = None if growth is None else query_factors(positions, *growth)
-            return *rotary_tables(positions, frequencies, factor), factors
+            tables = rotary_tables(at.flatten(), frequencies, factor)
+            cos, sin = tables if at.ndim == 1 else (self._of_axes(table, len(at)) for table in tables)
+            return cos, sin, factors
 
         tables = of_each_kind(of_tokens, self._rotary)
-        assert isinstance(cache, TritonKVCache), type(cache)
+        assert isinstance(cache, TritonKVCache | MixedTritonKVCache), type(cache)
         if isinstance(requests, StateRows):
             requests = device_states(requests, self.device)
         return TritonStep(slots, tables, work, cache, positions, requests)
+
+    def _of_axes(self, table: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Return a table [T, 1, D] from one of all axes [T * 3, 1, D]: each pair has its axis."""
+        assert self._axes is not None, "tokens of this model have one position"
+        axes = self._axes.expand(num_tokens, 1, -1)
+        return table.view(num_tokens, -1, table.shape[-1]).gather(1, axes)
 
     def of_head(self, config: ModelConfig) -> "tuple[TritonOperations, TritonHeadPlace]":
         """Return operations like these for a head whose layer is that of this config, and where it computes."""
@@ -386,6 +426,10 @@ class TritonOperations:
         """Return cap * tanh(logits / cap), in place."""
         return logits.div_(cap).tanh_().mul_(cap)
 
+    def put(self, target: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows to these places of target."""
+        target.index_copy_(0, places, rows)
+
     def pick(self, hidden: torch.Tensor, rows: Tensor) -> torch.Tensor:
         """Return these rows of hidden."""
         return hidden.index_select(0, torch.as_tensor(rows, device=hidden.device))
@@ -409,39 +453,57 @@ class TritonOperations:
         wholes: Ints | None = None,
     ) -> TritonWork:
         """Return the attention work of a step for one window."""
-        assert wholes is None, "only the C kernels read features"
-        return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
+        if not self._config.is_causal:
+            wholes = whole_prompts(num_tokens)
+        work = triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, wholes=wholes)
+        return self._of_kind(work, window)
+
+    def of_kinds(self, work: TritonWork) -> tuple[TritonWork, ...]:
+        """Return a step's work for each kind of layer."""
+        return tuple(self._of_kind(work, window) for window in windows(self._config))
+
+    def _of_kind(self, work: TritonWork, window: int | None) -> TritonWork:
+        config, lasts = self._config, work.lasts
+        if window is None:
+            return work._replace(window=None, lasts=None if config.wholes_in_windows else lasts)
+        if lasts is not None and not config.is_causal:
+            # An encoder's window is as wide behind a token as before it.
+            lasts = torch.minimum(lasts, work.positions + (window - 1))
+        return work._replace(window=window, lasts=lasts)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache for one block, all layers together."""
-        config = self._config
-        return self._cache_type.bytes_per_block(
-            block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype
+        return sum(
+            self._cache_type.bytes_per_block(block_size, *heads, count, self._dtype)
+            for heads, count in Counter(self._cached).items()
         )
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache | MixedTritonKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         cache = self._cache(num_blocks, block_size, self.device)
-        cache.scales = self._kv_scales
+        for place, scales in enumerate(self._kv_scales[: len(self._cached)]):
+            part, _ = cache.part(place)
+            part.scales = (*part.scales, scales)  # places of a part ascend
         return cache
 
-    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache | MixedTritonKVCache:
         """Allocate a cache in pinned host memory for blocks of preempted requests. Errors: MemoryError."""
         return self._cache(num_blocks, block_size, torch.device("cpu"), pinned=self.device.type == "cuda")
 
-    def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
-        config = self._config
-        heads, head_dim = config.num_key_value_heads, config.head_dim
-        return self._cache_type(
-            config.num_caches,
-            num_blocks,
-            block_size,
-            heads,
-            head_dim=head_dim,
-            dtype=self._dtype,
-            device=device,
-            pinned=pinned,
-        )
+    @property
+    def _cached(self) -> list[HeadSizes]:
+        """Return the heads of the layers with K and V, by their places."""
+        return [kind.heads for kind in cached_layers(self._config)][: self._config.num_caches]
+
+    def _cache(
+        self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False
+    ) -> TritonKVCache | MixedTritonKVCache:
+        own: dict[str, Any] = {"dtype": self._dtype, "device": device, "pinned": pinned}
+        parts = [
+            self._cache_type(count, num_blocks, block_size, kv_heads, head_dim=head_dim, **own)
+            for (kv_heads, head_dim), count in Counter(self._cached).items()
+        ]
+        return parts[0] if len(parts) == 1 else MixedTritonKVCache(parts, places_of_parts(self._cached))
 
 
 # pack: a quantized weight matrix in the form that a GPU's products read. Imported for device=cuda only.

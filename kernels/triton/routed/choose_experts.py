@@ -47,10 +47,10 @@ def _left_out(keys, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, CHOSEN_GROUPS:
 # fmt: off
 @triton.jit
 def choose_kernel(
-    logits, correction, experts, weights, order, tiles, scaling, added_to_sum,
+    logits, correction, scales, experts, weights, order, tiles, scaling, added_to_sum,
     EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
     NORMALISES: tl.constexpr, CORRECTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
-    BEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+    BEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):
     """Write a token's experts in ascending order, and their weights; NaN if a logit is not finite.
 
@@ -89,6 +89,8 @@ def choose_kernel(
         total = tl.maximum(sum_of(tl.where(taken == 1, scores, 0.0)), _LEAST_SUM)
         scores = tl.div_rn(scores, total + added_to_sum)
     scores = tl.where(broken == 0, scores * scaling, float("nan"))
+    if HAS_SCALES:
+        scores *= tl.load(scales + number, mask=number < EXPERTS, other=1.0)
     slot = tl.cumsum(taken, 0) - 1
     at = row * NUM_CHOSEN + slot
     tl.store(experts + at, number, mask=taken == 1)
@@ -102,12 +104,13 @@ def choose_kernel(
 
 
 class ChosenExperts:
-    """The routing of a layer, with its correction [experts] float32 on the device."""
+    """The routing of a layer, with its correction and scales [experts] float32 on the device."""
 
     def __init__(self, routing: Routing, num_experts: int, device: torch.device) -> None:
-        """Send the correction to the device."""
+        """Send the correction and the scales to the device."""
         self.routing, self.num_experts = routing, num_experts
-        self._correction = None if routing.correction is None else torch.from_numpy(routing.correction).to(device)
+        own = routing.correction, routing.scales
+        self._correction, self._scales = (None if one is None else torch.from_numpy(one).to(device) for one in own)
 
     def __call__(
         self, logits: torch.Tensor, tile_rows: int, used: torch.Tensor | None = None
@@ -128,6 +131,7 @@ class ChosenExperts:
         choose_kernel[(len(logits),)](
             logits,
             logits if self._correction is None else self._correction,
+            logits if self._scales is None else self._scales,
             experts,
             weights,
             tiles.order,
@@ -145,6 +149,7 @@ class ChosenExperts:
             BEST=routing.best_of_group,
             BLOCK_G=power_of_2(groups),
             BLOCK_S=power_of_2(num_experts // groups),
+            HAS_SCALES=self._scales is not None,
             num_warps=1,
         )
         if len(logits) > 1:

@@ -78,7 +78,11 @@ class TritonExperts:
         shape = tile_shape(len(x) * routing.num_chosen, num_experts, x.dtype, has_room=self._has_room)
         logits = self._router(x if router_x is None else router_x)
         weights, tiles = self._choose(logits, shape.rows, self._used)
-        hidden = gate_up_products(x, self._dense(self.gate_up), tiles, routing.num_chosen, self._function, shape)
+        read, num_chosen = x, routing.num_chosen
+        if routing.scales_inputs:  # each pair of a token and an expert reads a row of its own
+            read, num_chosen = (x[:, None] * weights[:, :, None]).to(x.dtype).flatten(0, 1), 1
+            weights = torch.ones_like(weights)
+        hidden = gate_up_products(read, self._dense(self.gate_up), tiles, num_chosen, self._function, shape)
         results = down_products(hidden, self._dense(self.down), tiles, shape)
         return expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
 

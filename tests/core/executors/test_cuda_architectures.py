@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.executors.cuda import CudaExecutor
-from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
+from core.models.config import ExpertParts, HeadSizes, LatentParts, ModelConfig, PerLayerParts, RecurrentParts
 from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
@@ -44,6 +44,11 @@ def _recurrent(kind: RecurrenceKind) -> RecurrentParts:
         return RecurrentParts(kind=kind, layers=(0,), taps=3, channels=48)
     heads: dict[str, Any] = {"taps": 4, "num_heads": 4, "num_groups": 2, "key_dim": 8, "value_dim": 20}
     return RecurrentParts(kind=kind, layers=(0,), channels=2 * 2 * 8 + 4 * 20, has_bias=True, **heads)
+
+
+#: Gemma 4's layers: two sizes of heads, V that is normalised, a scale at the end.
+_OWN_LAYERS: dict[str, Any] = {**_SLIDING, "full_heads": HeadSizes(1, 20), "value_norm": True, "layer_scales": True}
+_OWN_LAYERS |= {"qk_norm": True, "post_norms": True, "query_pre_attn_scalar": 1.0, "hidden_act": "gelu_pytorch_tanh"}
 
 
 #: The fields of a model that has the parts of an architecture, of which a tiny Llama is the rest.
@@ -136,6 +141,30 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": YarnScaling(4.0, 64.0, 1.0),
         **_ONE_VECTOR,
     },
+    "gemma4-e2b": {
+        **_OWN_LAYERS,
+        "num_hidden_layers": 4,
+        "sliding_layers": (0, 2),
+        "num_shared_layers": 2,
+        "wide_mlps": True,
+        "per_layer": PerLayerParts(width=10, vocab_size=70),
+    },
+    "gemma4-26b-a4b": {
+        **_OWN_LAYERS,
+        "full_keys_are_values": True,
+        "experts": ExpertParts(
+            num_experts=5, num_chosen=2, intermediate_size=40, normalises=True, has_scales=True, beside_dense=True
+        ),
+    },
+    "llama4": {
+        "qk_norm": True,
+        "qk_norm_after": True,
+        "qk_norm_plain": True,
+        "unrotated_layers": (1,),
+        "experts": ExpertParts(
+            num_experts=5, num_chosen=2, intermediate_size=40, normalises=False, is_sigmoid=True, scales_inputs=True
+        ),
+    },
     "gpt-oss experts": {
         "hidden_act": "clamped_silu",
         "experts": ExpertParts(num_experts=4, num_chosen=2, intermediate_size=40, normalises=True, has_biases=True),
@@ -158,6 +187,10 @@ PARTS: list[tuple[str, str, Any]] = [
     ("opt", "position_table", False),
     ("gated heads", "head_gates", False),
     ("qwen3-next", "output_gate", False),
+    ("gemma4-e2b", "value_norm", False),
+    ("gemma4-e2b", "layer_scales", False),
+    ("gemma4-e2b", "per_layer", None),
+    ("gemma4-26b-a4b", "full_keys_are_values", False),
 ]
 
 

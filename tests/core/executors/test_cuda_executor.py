@@ -10,7 +10,7 @@ import torch
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.models.config import ExpertParts
+from core.models.config import ExpertParts, HeadSizes, PerLayerParts
 from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
@@ -84,6 +84,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "post_norms": True,
         "residual_multiplier": 0.4,
         "rope_scaling": LongropeScaling((1.0,) * 6, (1.5,) * 6, 64, 1.1),
+    },
+    "layers that differ": {
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "sliding_layers": (0, 2),
+        "num_shared_layers": 1,
+        "full_heads": HeadSizes(1, 20),
+        "value_norm": True,
+        "qk_norm": True,
+        "layer_scales": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "per_layer": PerLayerParts(width=10, vocab_size=VOCAB),
     },
     "routed MLPs": {
         "num_hidden_layers": 1,
@@ -272,6 +284,14 @@ def test_blocks_in_8_bits_come_back_from_the_hosts_memory() -> None:
     expected = run("triton", requests, shape="int8 cache")
     got = run("triton", requests, 2, num_blocks=8, mode="swap", shape="int8 cache")
     assert (got.num_swapped_in_blocks > 0, expected.num_preemptions) == (True, 0)
+    assert got.tokens == expected.tokens
+
+
+def test_blocks_of_heads_of_two_sizes_come_back_from_the_hosts_memory() -> None:
+    requests = [(ids(30, seed), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)) for seed in range(3)]
+    expected = run("torch", requests, shape="layers that differ")
+    got = run("triton", requests, 2, num_blocks=8, mode="swap", shape="layers that differ")
+    assert got.num_swapped_in_blocks > 0
     assert got.tokens == expected.tokens
 
 

@@ -9,7 +9,6 @@ import pytest
 from core.engine import EngineCore
 from core.executors.cuda import CudaExecutor
 from core.executors.local import LocalExecutor
-from core.models.device_model import missing_on_device
 from core.process.resolve import resolve
 from frontend.client.journal import vectors_of
 from ipc.options.config import EngineConfig
@@ -17,7 +16,6 @@ from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import Outputs
 from ipc.wire.pooling_messages import AddPooling
-from tests.core.models.test_llama import tiny_config
 from tests.triton_device import ANYWHERE
 from tools.lab.bench.tiny_model import write_tiny_model
 
@@ -79,8 +77,3 @@ def test_vectors_in_chunks_and_whole(folder: Path, tmp_path: Path, method: str) 
     assert [by_cpu[number].shape for number in range(3)] == [(1, 64), (4, 64), (1, 64)]
     for number, expected in by_cpu.items():
         np.testing.assert_allclose(chunked[number], expected, rtol=0, atol=1e-5)
-
-
-def test_a_model_whose_tokens_see_the_whole_prompt_is_refused() -> None:
-    assert missing_on_device(tiny_config()) is None
-    assert missing_on_device(tiny_config(sees_all=True)) == "attention to the whole prompt"

@@ -22,9 +22,8 @@ def test_every_name_of_the_registry_has_published_models() -> None:
 def test_what_runs_follows_from_the_rows() -> None:
     known = {one.architecture: one for one in known_models()}
     plain, hybrid = known["Qwen3ForCausalLM"], known["NemotronHForCausalLM"]
-    assert (plain.files, plain.adapters, plain.gpu) == ("safetensors, GGUF qwen3, qwen3vl", "all", True)
-    assert (hybrid.adapters, hybrid.gpu, hybrid.level) == ("not experts", True, "L2")
-    assert [known[name].gpu for name in ("Gemma4ForCausalLM", "GPT2LMHeadModel")] == [False, True]
+    assert (plain.files, plain.adapters) == ("safetensors, GGUF qwen3, qwen3vl", "all")
+    assert (hybrid.adapters, hybrid.level) == ("not experts", "L2")
     assert known["MixtralForCausalLM"].files == "safetensors, GGUF llama with experts"
     assert known["Qwen3_5ForCausalLM"].mtp
     assert known["Gemma3ForConditionalGeneration"].images
@@ -39,7 +38,7 @@ def test_the_page_is_the_registry() -> None:
 def test_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--known"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["MODELS", "ARCHITECTURE", "FILES", "IMAGES", "ADAPTERS", "MTP", "GPU", "LEVEL"]
+    assert head.split() == ["MODELS", "ARCHITECTURE", "FILES", "IMAGES", "ADAPTERS", "MTP", "LEVEL"]
     assert len(rows) == len(known_models())
     assert main(["--known", "--json"]) == 0
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -27,6 +27,7 @@ _CHOICE: tuple[Any, dict[str, str]] = (
     {
         "logits": FLOAT,
         "correction": FLOAT,
+        "scales": FLOAT,
         "experts": INT,
         "weights": FLOAT,
         "order": INT,
@@ -35,8 +36,24 @@ _CHOICE: tuple[Any, dict[str, str]] = (
         "added_to_sum": "fp32",
     },
 )
-_OF_ALL = {"EXPERTS": 128, "COLUMNS": 128, "NUM_CHOSEN": 8, "SIGMOID": False, "NORMALISES": False, "CORRECTS": False}
-_OF_GROUPS = {"EXPERTS": 160, "COLUMNS": 161, "NUM_CHOSEN": 6, "SIGMOID": True, "NORMALISES": True, "CORRECTS": True}
+_OF_ALL = {
+    "EXPERTS": 128,
+    "COLUMNS": 128,
+    "NUM_CHOSEN": 8,
+    "SIGMOID": False,
+    "NORMALISES": False,
+    "CORRECTS": False,
+    "HAS_SCALES": True,
+}
+_OF_GROUPS = {
+    "EXPERTS": 160,
+    "COLUMNS": 161,
+    "NUM_CHOSEN": 6,
+    "SIGMOID": True,
+    "NORMALISES": True,
+    "CORRECTS": True,
+    "HAS_SCALES": False,
+}
 
 #: Those that choose experts and sum their results up.
 ROUTING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...] = (

@@ -104,7 +104,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {
             "WIDTH": 576,
             "BLOCK": 1024,
-            **dict.fromkeys(("ADDS", "PRECEDES", "SCALES", "HAS_WEIGHT", "HAS_BIAS", "CENTRED"), True),
+            **dict.fromkeys(("ADDS", "PRECEDES", "REPLACES", "SCALES", "HAS_WEIGHT", "HAS_BIAS", "CENTRED"), True),
         },
     ),
     *(
@@ -128,8 +128,33 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (
         embedding.gather_kernel,
-        {"ids": LONG, "positions": INT, "table": HALF, "places": FLOAT, "out": FLOAT, "scale": "fp32"},
-        {"WIDTH": 576, "BLOCK": 1024, "HAS_PLACES": True},
+        {
+            "ids": LONG,
+            "positions": INT,
+            "table": HALF,
+            "places": FLOAT,
+            "kinds": FLOAT,
+            "out": FLOAT,
+            "scale": "fp32",
+            "num_words": "i32",
+        },
+        {"WIDTH": 576, "BLOCK": 1024, "HAS_PLACES": True, "HAS_KINDS": True},
+    ),
+    (
+        embedding.per_layer_kernel,
+        {
+            "x": HALF,
+            "ids": LONG,
+            "projected": HALF,
+            "table": HALF,
+            "norm": FLOAT,
+            "out": HALF,
+            "scale": "fp32",
+            "eps": "fp32",
+            "given_id": "i32",
+            "layer": "i32",
+        },
+        {"LAYERS": 35, "WIDTH": 256, "BLOCK": 256},
     ),
     (
         rotary_tables.tables_kernel,
@@ -296,8 +321,9 @@ class Attention(NamedTuple):
         types = {name: kind for name, kind in common.items() if name not in ("out", "value_scale")} | prefix
         for block_m in (decode_rows(group), shared_prefix.most_rows(self.head_dim)):
             yield shared_prefix.shared_prefix_kernel, types, sizes | {"BLOCK_M": block_m, "SPLIT": SPLIT}, {}
-        tiles = {"tile_tokens": INT, "tile_counts": INT}
+        tiles = dict.fromkeys(("tile_tokens", "tile_counts", "lasts"), INT)
         rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group) // prefill_parts(self.head_dim), "SPLIT": SPLIT}
+        rows["HAS_LASTS"] = self.direct  # in turn
         yield prefill_attention.prefill_kernel, common | tiles, constants | rows, PREFILL_OPTIONS
 
 
@@ -325,8 +351,8 @@ def all_sizes() -> Iterator[Attention]:
 
 def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """The kernel of rotation with what some models have; every: all, and of models with many heads."""
-    kinds: tuple[set[str], ...] = ({"NORMS", "OF_ROWS", "CENTRED"}, {"NORMS", "AFTER", "GROWS"})
-    names = ("NORMS", "OF_ROWS", "CENTRED", "AFTER", "GROWS")
+    kinds: tuple[set[str], ...] = ({"NORMS", "OF_ROWS", "CENTRED"}, {"NORMS", "AFTER", "GROWS", "NORMED_VALUES"})
+    names = ("NORMS", "OF_ROWS", "CENTRED", "AFTER", "GROWS", "NORMED_VALUES")
     if every:
         kinds += (set(), {"NORMS"}, {"NORMS", "OF_ROWS"}, {"NORMS", "CENTRED"})
     for heads, kv_heads, head_dim in ((9, 3, 80), *(((40, 40, 128), (96, 8, 128), (16, 8, 256)) if every else ())):
@@ -335,7 +361,8 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         sizes |= {name: power_of_2(size) for name, size in blocks.items()}
         for turn, kind in enumerate(kinds):
             stored = {"layer": ("*i8", HALF, "*u8")[turn % 3]}
-            yield rope.rope_kernel, ROPE | stored, {**sizes, **{name: name in kind for name in names}}, {}
+            sides = {"SIDES": 2 if turn % 2 == 0 else 1}
+            yield rope.rope_kernel, ROPE | stored, {**sizes, **sides, **{name: name in kind for name in names}}, {}
 
 
 def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:

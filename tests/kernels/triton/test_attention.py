@@ -19,6 +19,7 @@ from kernels.triton import shared_prefix as prefix
 from kernels.triton.attention_work import (
     SPLIT,
     TritonWork,
+    last_seen,
     shared_tokens,
     tile_tokens,
     triton_work,
@@ -170,6 +171,60 @@ def test_a_long_context_has_its_sinks_once(window: int | None) -> None:
     torch.testing.assert_close(got.double(), expected(shape, given, sinks), rtol=2e-5, atol=2e-5)
     alone = Batch(given.q[[1]], given.cache, *(column[[1]] for column in given[2:]))
     assert torch.equal(attend(shape, alone, sinks=sinks)[0], got[1])
+
+
+#: Of a request's tokens, the first of a run that see each other, and their number: side by side, across a tile.
+WHOLES = ((3, 9), (12, 1), (13, 40), (60, 7))
+
+
+def seeing(shape: Shape, given: Batch, first: int) -> TritonWork:
+    """The work of a step whose first request begins at this token of its context, with the WHOLES of it."""
+    work, count = work_of(shape, given), int(given.num_tokens[0])
+    clipped = [(max(at - first, 0), min(at + n - first, count) - max(at - first, 0)) for at, n in WHOLES]
+    wholes = np.array([run for run in clipped if run[1] > 0])
+    positions = work.positions.cpu().numpy()
+    return work._replace(lasts=torch.from_numpy(last_seen(positions, wholes)).to(DEVICE))
+
+
+def seen_by(shape: Shape, given: Batch) -> torch.Tensor:
+    """The first request's attention to what its tokens see, in float64."""
+    length = int(given.context_lens[0])
+    at = torch.arange(length)
+    seen = at <= at[:, None]
+    for first, n in WHOLES:
+        seen[first : first + n, first : first + n] = True
+    if shape.window is not None:
+        seen &= at > at[:, None] - shape.window
+    blocks = torch.from_numpy(given.tables[0, : ceil_div(length, shape.block_size)].astype(np.int64))
+    sides = (given.cache.keys(0), given.cache.values(0))
+    keys, values = (side[blocks].flatten(0, 1)[:length].double().transpose(0, 1) for side in sides)
+    keys, values = (side.repeat_interleave(shape.heads // shape.kv_heads, 0) for side in (keys, values))
+    scores = (given.q[:length].double().transpose(0, 1) @ keys.transpose(1, 2) * SCALE).masked_fill(~seen, -torch.inf)
+    return (scores.softmax(-1) @ values).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_see_later_ones(dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits wherever the prompt is cut, but within a run, and next to other requests."""
+    for module in (attention_work, decode, prefill):
+        monkeypatch.setattr(module, "SPLIT", 64)
+    shape, length = Shape(6, 2, 16, 16, window), 70
+    given = batch(shape, [(length, length), (5, 9), (1, 40)], dtype)
+    got = attend(shape, given, seeing(shape, given, 0))
+    torch.testing.assert_close(
+        got[:length].double(), seen_by(shape, given), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+    plain = attend(shape, given)
+    same = [torch.equal(*pair) for pair in zip(got, plain, strict=True)]
+    later = {token for first, n in WHOLES for token in range(first, first + n - 1)}  # a run's last one sees no more
+    assert same == [token not in later for token in range(len(got))]
+    first = 0
+    for end in (3, 12, 13, 53, 54, 67, length):
+        columns = np.array([end - first]), np.array([end]), given.tables[:1]
+        piece = Batch(given.q[first:end], given.cache, *columns)
+        assert torch.equal(attend(shape, piece, seeing(shape, piece, first)), got[first:end])
+        first = end
 
 
 def test_padding_is_zero_and_reads_no_table() -> None:

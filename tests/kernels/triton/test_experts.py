@@ -59,6 +59,8 @@ ROUTINGS: dict[str, tuple[int, Routing]] = {
     ),
     "ernie": (9, Routing(3, True, correction=correction(9))),
     "minimax": (7, Routing(7, True, is_sigmoid=True, added_to_sum=0.5)),
+    "gemma4": (6, Routing(2, normalises=True, scales=correction(6) + np.float32(1))),
+    "llama4": (5, Routing(2, normalises=False, is_sigmoid=True, scales_inputs=True)),
     "one": (1, Routing(1, normalises=False)),
 }
 

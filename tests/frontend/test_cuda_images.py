@@ -1,0 +1,63 @@
+"""Images from LLM on with --device cuda: under Triton's interpreter the CPU's tokens, for each family of models."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_core import LLM, SamplingParams
+from tests.core.models import (
+    gemma3_checkpoint,
+    gemma4_images_checkpoint,
+    grid_checkpoints,
+    idefics3_checkpoint,
+    internvl_checkpoint,
+    lfm2_vl_checkpoint,
+    mistral3_checkpoint,
+)
+from tests.core.models.idefics3_checkpoint import noise
+
+pytest.importorskip("PIL.Image")
+pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of transformers and what it imports
+
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+#: By name: writes a checkpoint into a folder; and the mark of an image in a prompt.
+MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "gemma3": (gemma3_checkpoint.write_checkpoint, "<start_of_image>"),
+    "idefics3": (idefics3_checkpoint.write_checkpoint, "<image>"),
+}
+for _name in gemma4_images_checkpoint.FAMILIES:
+    MODELS[f"gemma4 {_name}"] = partial(gemma4_images_checkpoint.write_checkpoint, _name), "<|image|>"
+for _name in grid_checkpoints.FAMILIES:
+    MODELS[_name] = partial(grid_checkpoints.write_checkpoint, _name), _QWEN
+for _name in internvl_checkpoint.FAMILIES:
+    MODELS[f"internvl {_name}"] = partial(internvl_checkpoint.write_checkpoint, _name), "<IMG_CONTEXT>"
+for _name in lfm2_vl_checkpoint.FAMILIES:
+    MODELS[_name] = partial(lfm2_vl_checkpoint.write_checkpoint, _name), "<image>"
+for _name in mistral3_checkpoint.FAMILIES:
+    MODELS[f"mistral3 {_name}"] = partial(mistral3_checkpoint.write_checkpoint, _name), "[IMG]"
+
+
+IMAGES = [noise(40, 60, 1), noise(33, 25, 2)]
+
+
+def answers(model: str, mark: str, **options: Any) -> list[list[int]]:
+    """One prompt has two images, one has one of them, and one has none."""
+    params, texts = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), ("See {0} and {0}.", "What is {0}?")
+    prompts: list[Any] = [
+        {"prompt": text.format(mark), "multi_modal_data": {"image": images}}
+        for text, images in zip(texts, (IMAGES, IMAGES[1:]), strict=True)
+    ]
+    prompts.append("Why?")
+    with LLM(model=model, dtype="float32", threads=1, max_model_len=700, max_num_seqs=3, **options) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    write, mark = MODELS[name]
+    folder = str(write(tmp_path))
+    assert answers(folder, mark, device="cuda", num_blocks_override=200) == answers(folder, mark)
