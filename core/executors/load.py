@@ -122,14 +122,14 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded, *, is_part: bool =
                 f"speculative_config: method {settings.method!r} needs a model of a built-in architecture; "
                 f"{config.model} is none"
             )
-        path, own = resolve_model(settings.model or config.model), resolve_model(config.model)
+        path, whole = resolve_model(settings.model or config.model), resolve_model(config.model)
         target = loaded.model
         if is_assistant(path):  # parts of a model have none; see check_parts()
             return load_assistant(path, target, is_made_up)
-        load = load_mtp if settings.method == "mtp" else load_eagle3
-        model = read_model_config(own, config.mmproj) if is_part else target.config
-        ends = ReadEnds(own, model, config, target) if is_part else None
-        return load(path, model, target, is_made_up=is_made_up, ends=ends)
+        load_head = load_mtp if settings.method == "mtp" else load_eagle3
+        sizes = read_model_config(whole, config.mmproj) if is_part else target.config
+        ends = ReadEnds(whole, sizes, config, target) if is_part else None
+        return load_head(path, sizes, target, is_made_up=is_made_up, ends=ends)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
     given = {"model": settings.model, "load_format": load_format, "model_impl": "native", "mmproj": None}

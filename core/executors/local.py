@@ -90,7 +90,7 @@ class LocalExecutor:
         self.features = model_features(config, self._loaded, self._drafting)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
-    def _load_drafting(self, config: EngineConfig) -> Model | DraftHead | None:
+    def _load_drafting(self, config: EngineConfig) -> Model | Head | None:
         """Return what makes drafts in this process; None: nothing does."""
         return load_drafting_model(config, self._loaded)
 

@@ -447,8 +447,8 @@ class CudaModelRunner(ModelRunner):
                 if work.shared is not None:
                     drafted = Drafted(work.shared, torch.full_like(work.rows, -1) if saves is None else saves)
                 return graphs(work.rows, work.positions, work.num_splits, drafted, work.common)
-        if self.mixed is not None and (size := self.mixed.size_of(work)) is not None:
-            return self.mixed(work, size)
+        if self.mixed is not None and (mixed_size := self.mixed.size_of(work)) is not None:
+            return self.mixed(work, mixed_size)
         return None
 
     def decode(

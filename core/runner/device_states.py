@@ -61,7 +61,8 @@ class DeviceRowStates:
         firsts = first_tokens(columns)
         slots = self._states.places[columns.rows[firsts[:-1]]]
         owners = np.arange(len(firsts) - 1).repeat(np.diff(firsts))
-        return DeviceStates(self._states.states, *self._tables.send_columns((slots, firsts, owners)), saves)
+        sent = self._tables.send_columns((slots, firsts, owners))
+        return DeviceStates(self._states.states, sent[0], sent[1], sent[2], saves)
 
     def of_decode(self, rows: torch.Tensor, saves: torch.Tensor | None) -> DeviceStates:
         """Return where the states of rows [T] are that decode a token each, or several with `saves`; -1 = padding.

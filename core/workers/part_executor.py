@@ -11,9 +11,8 @@ import numpy as np
 
 from core.execution.executor import WARM_UP_TOKENS, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from core.executors.load import load_drafting_model, tap_for_head
+from core.executors.load import Head, load_drafting_model, tap_for_head
 from core.executors.local import LocalExecutor
-from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.parts.rank import Rank
@@ -53,7 +52,7 @@ class PartExecutor(LocalExecutor):
         self._place = place
         super().__init__(config, rank, runner, stage)
 
-    def _load_drafting(self, config: EngineConfig) -> Model | DraftHead | None:
+    def _load_drafting(self, config: EngineConfig) -> Model | Head | None:
         """Return what makes drafts, in the process that samples. A head there reads states of all ranks and stages."""
         if self._place.answers:
             return load_drafting_model(config, self._loaded, is_part=True)
