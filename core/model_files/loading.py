@@ -57,6 +57,7 @@ _GPU_FORMS = {
     "none": WeightForm.DENSE,
     "stored": WeightForm.STORED,
     "int8": WeightForm.INT8,
+    "fp8": WeightForm.FP8,
 }
 
 
@@ -253,6 +254,10 @@ def _check_fit(
     """Refuse options that do not fit a model. model: None = transformers' code. Errors: ConfigError."""
     num_ranks = 1 if rank is None else rank.shard.size
     check_parts(path, config, model, num_ranks, 1 if stage is None else stage.size)
+    if config.quantization == "fp8" and (config.device != "cuda" or config.numerics == "L0"):
+        raise ConfigError(
+            "quantization='fp8' needs device='cuda' at numerics level L2: use 'int8' on a CPU, or leave it out"
+        )
     _check_cache(path, config, model)
 
 
@@ -271,8 +276,10 @@ def _check_kernels(path: Path, config: EngineConfig, library: CpuLibrary | None,
 
 def _check_form(path: Path, config: EngineConfig, model: ModelConfig) -> None:
     """Refuse a form of matrices that encoders do not support. Errors: ConfigError."""
-    if not model.is_causal and config.quantization == "int8":
-        raise ConfigError(f"quantization='int8' does not support {path}, which is an encoder: leave it out")
+    if not model.is_causal and config.quantization in ("int8", "fp8"):
+        raise ConfigError(
+            f"quantization={config.quantization!r} does not support {path}, which is an encoder: leave it out"
+        )
 
 
 def _native(

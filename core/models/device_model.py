@@ -20,8 +20,9 @@ from kernels.cpu.group import SeparateMemory, SharedMemory
 from kernels.elements import Dtype
 from kernels.memory.kv_cache import Scales
 from kernels.torch.tensors import DTYPES
+from kernels.triton.device import has_fp8
 from kernels.triton.kv_cache import Fp8KVCache, Int8KVCache, TritonKVCache
-from kernels.triton.self_test import products_are_ordered
+from kernels.triton.self_test import fp8_products_are_ordered, products_are_ordered
 
 _CACHES: dict[KVCacheDtype, type[TritonKVCache]] = {"auto": TritonKVCache, "int8": Int8KVCache, "fp8": Fp8KVCache}
 
@@ -48,12 +49,19 @@ def device_model(
     if it has 8-bit floats; () = there are none.
 
     Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
-    tensors; OutOfMemoryError; ConfigError for a rank at L0.
+    tensors; OutOfMemoryError; ConfigError for a rank or FP8 products at L0, or on a device without them.
     """
     if config.streams is not None:
         lacks = "hidden states in several streams"
         raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {lacks}; use device='cpu'")
+    if form is WeightForm.FP8 and not has_fp8(device):
+        raise ConfigError(
+            f"quantization='fp8' needs compute capability 8.9 or newer, and {torch.cuda.get_device_name(device)} is "
+            "older: use 'int8' or 'stored', whose weights are as small"
+        )
     is_exact = numerics == "L2" and products_are_ordered(device, DTYPES[dtype])
+    if form is WeightForm.FP8 and not (is_exact and fp8_products_are_ordered(device)):
+        raise ConfigError("quantization='fp8' needs numerics level L2, which this device lacks: leave it out")
     if numerics == "L2" and not is_exact:
         log.say("engine-core: numerics level L0: this device's products depend on the shape of their tiles")
     if rank is not None and not is_exact:

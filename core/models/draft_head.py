@@ -159,7 +159,7 @@ class DraftHead:
                 self._embedding = operations.embedding(parts.take_matrix("model.embed_tokens.weight"), 1.0, None)
             else:
                 self._embedding = ends.embedding()
-            self._head = operations.linear(parts.take_matrix("lm_head.weight"), out_dtype=FLOAT32)
+            self._head = operations.head(parts.take_matrix("lm_head.weight"))
         target.tap(config.taps)
 
     def bytes_per_block(self, block_size: int) -> int:

@@ -179,7 +179,7 @@ class Llama:
         return cpu_decoder(whole, self.operations, *parts, rank=rank, per_layer=self.per_layer)
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
-        return self.operations.linear(weight, bias, out_dtype=FLOAT32)
+        return self.operations.head(weight, bias)
 
     def drop_weights(self) -> None:
         """Free the memory of the weights. The model cannot compute any more; its config and sizes stay."""

@@ -15,7 +15,7 @@ CpuKernels = Literal[
     "auto", "c", "amx", "avx512bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "neon", "portable", "torch"
 ]
 DistributedExecutorBackend = Literal["auto", "uni", "mp", "ray"]
-Quantization = Literal["auto", "stored", "none", "int8"]
+Quantization = Literal["auto", "stored", "none", "int8", "fp8"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -111,8 +111,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Option(
             "model",
             "matrices in memory: stored = as in a quantized file, none = dequantized at load (no token changes), "
-            "int8 = products in 8 bits (on a GPU: weights in 8 bits; changes tokens); auto = stored or none, "
-            "depending on the CPU (on a GPU: none)",
+            "int8 = products in 8 bits (on a GPU: weights in 8 bits; changes tokens), fp8 = weights and activations "
+            "are 8-bit floats (on a GPU; changes tokens); auto = stored or none, depending on the CPU (on a GPU: none)",
         ),
     ] = "auto"
     limit_mm_per_prompt: Annotated[

@@ -54,6 +54,11 @@ def has_room(device: torch.device) -> bool:
     return shared_memory(device) >= ROOM
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Return whether a device has products of 8-bit floats, as compute capability 8.9 and newer do."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 @cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory available to a program on a device; 0 for the interpreter's."""

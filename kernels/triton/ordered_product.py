@@ -76,6 +76,19 @@ def product_tile(num_rows: int, num_columns: int, dtype: torch.dtype, *, room: b
 
 
 # fmt: off
+@triton.jit
+def tile_place(num_rows, num_columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return a program's rows [BLOCK_N] and columns [BLOCK_M] of the result, some of which may be outside of it."""
+    num_tiles, parts = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(num_columns, BLOCK_M)
+    program = tl.program_id(0)
+    first = program // (_SIDE_BY_SIDE * parts) * _SIDE_BY_SIDE
+    count = tl.minimum(num_tiles - first, _SIDE_BY_SIDE)
+    rest = program % (_SIDE_BY_SIDE * parts)
+    token = (first + rest % count) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = rest // count * BLOCK_M + tl.arange(0, BLOCK_M)
+    return token, column
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def product_kernel(
     x, weight, bias, out, num_rows, num_columns, depth, out_columns,
@@ -86,13 +99,7 @@ def product_kernel(
 
     FUNCTION: that of a gated product, whose weights are num_columns of gate and then as many of up; "" = none.
     """
-    num_tiles, parts = tl.cdiv(num_rows, BLOCK_N), tl.cdiv(num_columns, BLOCK_M)
-    program = tl.program_id(0)
-    first = program // (_SIDE_BY_SIDE * parts) * _SIDE_BY_SIDE
-    count = tl.minimum(num_tiles - first, _SIDE_BY_SIDE)
-    rest = program % (_SIDE_BY_SIDE * parts)
-    token = (first + rest % count) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = rest // count * BLOCK_M + tl.arange(0, BLOCK_M)
+    token, column = tile_place(num_rows, num_columns, BLOCK_M, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weights_at = weight + tl.minimum(column, num_columns - 1).to(tl.int64)[:, None] * depth + k[None, :]
     numbers_at = x + tl.minimum(token, num_rows - 1).to(tl.int64)[None, :] * depth + k[:, None]

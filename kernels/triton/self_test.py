@@ -6,6 +6,8 @@ from functools import cache
 import torch
 
 from kernels.triton.device import has_room
+from kernels.triton.fp8.fp8_product import TILES as FP8_TILES
+from kernels.triton.fp8.fp8_product import fp8_product, quantized
 from kernels.triton.ordered_product import (
     FEW,
     FEW_IN_LITTLE,
@@ -36,7 +38,24 @@ def tile_digests(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> l
         tiles = list(FLOATS.values())
     out = torch.empty(_ROWS, _COLUMNS, device=device)
     results = (ordered_product(x, weight, None, out.clone(), tile) for tile in tiles)
-    return [zlib.crc32(result.cpu().numpy().tobytes()) for result in results]
+    return [_digest(result) for result in results]
+
+
+@cache
+def fp8_products_are_ordered(device: torch.device) -> bool:
+    """Return whether tiles of all shapes give the same bits of products of 8-bit floats, as above."""
+    return len(set(fp8_tile_digests(device))) == 1
+
+
+def fp8_tile_digests(device: torch.device) -> list[int]:
+    """Return the CRC-32 of the same product of 8-bit floats by tiles of each shape."""
+    x, weight = (numbers.to(device) for numbers in factors())
+    rows, out = quantized(weight), torch.empty(_ROWS, _COLUMNS, device=device)
+    return [_digest(fp8_product(x, rows, None, out.clone(), tile)) for tile in FP8_TILES.values()]
+
+
+def _digest(result: torch.Tensor) -> int:
+    return zlib.crc32(result.cpu().numpy().tobytes())
 
 
 def factors() -> tuple[torch.Tensor, torch.Tensor]:

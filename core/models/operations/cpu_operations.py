@@ -171,6 +171,10 @@ class CpuOperations:
         """Pack the weight and return the product, with an activation applied to its result if one is given."""
         return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
 
+    def head(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:
+        """Pack the weight and return the product with float32 results."""
+        return self._packed(weight, bias, out_dtype=FLOAT32)
+
     def norm(
         self,
         weight: Floats | None,

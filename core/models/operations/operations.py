@@ -135,6 +135,9 @@ class Operations(Protocol):
     ) -> Product:
         """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
 
+    def head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
+        """Return the product, like linear(), whose results are logits [T, out] float32."""
+
     def norm(
         self,
         weight: Floats | None,

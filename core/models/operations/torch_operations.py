@@ -197,6 +197,10 @@ class TorchOperations:
             out_dtype=DTYPES[out_dtype or self._dtype],
         )
 
+    def head(self, weight: StoredMatrix, bias: Floats | None = None) -> TorchLinear:
+        """Return the product with float32 results."""
+        return self.linear(weight, bias, out_dtype=FLOAT32)
+
     def norm(
         self,
         weight: Floats | None,

@@ -17,6 +17,7 @@ import triton
 from core.models.config import Activation, HeadSizes, LatentParts, ModelConfig
 from core.models.layers.layer_kinds import cached_layers, kinds, places_of_parts, windows
 from core.models.layers.rotary import axes_of_pairs, of_each_kind, rotary_embeddings
+from core.models.operations.fp8_matrix import fp8_matrix
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
@@ -41,6 +42,7 @@ from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, whole_prompts
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import TritonPerLayerInputs, embedding
+from kernels.triton.fp8.fp8_linear import Fp8Linear
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_erf_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import MixedTritonKVCache, TritonKVCache
 from kernels.triton.latent import TritonLatent, heads_together
@@ -53,7 +55,7 @@ from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.recurrence import DeviceStates, TritonRecurrence, device_states
 from kernels.triton.rope import TritonRope
-from kernels.triton.routed.experts import DeviceExpert, TritonExperts
+from kernels.triton.routed.experts import AnyLinear, DeviceExpert, TritonExperts
 from kernels.triton.routed.packed_experts import Scratch
 from kernels.value_form import ValueForm
 
@@ -220,14 +222,23 @@ class TritonOperations:
         bias: Floats | None = None,
         *,
         out_dtype: Dtype | None = None,
-    ) -> DeviceLinear | PackedLinear:
+    ) -> AnyLinear:
         """Return the product with this weight [out, in] and bias [out] float32."""
-        packed = pack(weight, self._form, self.device)
-        shift, dtype = None if bias is None else self._send(bias), DTYPES[out_dtype or self._dtype]
+        return self._linear(weight, bias, out_dtype or self._dtype, self._form)
+
+    def head(self, weight: StoredMatrix, bias: Floats | None = None) -> AnyLinear:
+        """Return the product with float32 results. No activations are quantized here, as in other engines."""
+        form = WeightForm.STORED if self._form is WeightForm.FP8 else self._form
+        return self._linear(weight, bias, FLOAT32, form)
+
+    def _linear(self, weight: StoredMatrix, bias: Floats | None, out_dtype: Dtype, form: WeightForm) -> AnyLinear:
+        shift, own, results = None if bias is None else self._send(bias), DTYPES[self._dtype], DTYPES[out_dtype]
+        if form is WeightForm.FP8 and (rows := fp8_matrix(weight, self.device)) is not None:
+            return Fp8Linear(rows, shift, own, results)
+        packed = pack(weight, form, self.device)
         if packed is None:
-            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype, self._product)
-        name = self._form.name.lower()
-        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, name=name, product=self._product)
+            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, results, self._product)
+        return PackedLinear(packed, shift, own, results, name=form.name.lower(), product=self._product)
 
     def norm(
         self,
@@ -255,7 +266,7 @@ class TritonOperations:
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
-    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
+    ) -> tuple[AnyLinear, Operation]:
         """Return the product of gate and up, and the operation that computes f(gate) * up from its result.
 
         An ordered product of dense weights does both.
@@ -271,7 +282,7 @@ class TritonOperations:
         function: Activation,
         bias: Floats | None = None,
         constants: Floats | None = None,
-    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
+    ) -> tuple[AnyLinear, Operation]:
         """Return the product, and the operation that applies the function to its result. constants: of xIELU."""
         if constants is not None:
             return self.linear(weight, bias), partial(xielu, constants=self._send(constants))

@@ -19,6 +19,7 @@ class WeightForm(Enum):
     STORED = "as stored, where products can read that"
     DENSE = "dequantized"
     INT8 = "as stored or quantized to 8 bits, for products in 8 bits"
+    FP8 = "floats of 8 bits, for products with activations of 8 bits, on a GPU"
 
 
 def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:

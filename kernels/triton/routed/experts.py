@@ -4,7 +4,7 @@ Its numerics level is that of the router's product and of the shared expert's.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -12,6 +12,7 @@ from kernels.routing import Routing
 from kernels.torch.linear import Operation
 from kernels.torch.packed_rows import join
 from kernels.triton.device import has_room
+from kernels.triton.fp8.fp8_linear import Fp8Linear
 from kernels.triton.linear import DeviceLinear
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.routed.choose_experts import ChosenExperts
@@ -19,12 +20,14 @@ from kernels.triton.routed.expert_products import StackedProduct, down_products,
 from kernels.triton.routed.expert_sum import expert_sum
 from kernels.triton.routed.packed_experts import PackedStack, Scratch, joins_all
 
+AnyLinear: TypeAlias = DeviceLinear | PackedLinear | Fp8Linear
+
 
 class DeviceExpert(Protocol):
     """The parts of one expert."""
 
     @property
-    def gate_up(self) -> DeviceLinear | PackedLinear:
+    def gate_up(self) -> AnyLinear:
         """Return the product of gate and up."""
 
     @property
@@ -32,7 +35,7 @@ class DeviceExpert(Protocol):
         """Return f(gate) * up."""
 
     @property
-    def down(self) -> DeviceLinear | PackedLinear:
+    def down(self) -> AnyLinear:
         """Return the product that follows."""
 
 
@@ -100,11 +103,13 @@ class TritonExperts:
         return self._shared_down(self._shared.activation(self._shared.gate_up(x)))
 
 
-def stacked(products: Sequence[DeviceLinear | PackedLinear], scratch: Scratch) -> StackedProduct | PackedStack:
+def stacked(experts: Sequence[AnyLinear], scratch: Scratch) -> StackedProduct | PackedStack:
     """Return the products' weights and biases, each in one piece of memory, in place of the products' own.
 
-    Weights that are quantized stay so, if all of them are, in the same way.
+    Weights that are quantized stay so, if all of them are, in the same way. What they are multiplied by is not
+    quantized.
     """
+    products = [product.with_whole_inputs() if isinstance(product, Fp8Linear) else product for product in experts]
     biases = [product.bias for product in products if product.bias is not None]
     bias = torch.stack(biases) if biases else None
     packed = [product for product in products if isinstance(product, PackedLinear)]

@@ -19,6 +19,7 @@ from core.models.layers.adapted import AdaptedMatrices, AdaptedPart
 from core.models.llama import Llama
 from core.models.operations.operations import AdaptingOperations
 from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.weight_form import WeightForm
 from core.models.parts.rank import Rank
 from core.models.parts.recurrent_part import most_ranks
 from core.models.parts.shard import Shard
@@ -128,20 +129,32 @@ def config_of(kind: str) -> ModelConfig:
     return msgspec.structs.replace(base, num_hidden_layers=num_layers, **MODELS[kind])
 
 
-def model(config: ModelConfig, dtype: Dtype, rank: Rank | None = None, stored: KVCacheDtype = "auto") -> Llama:
+def model(
+    config: ModelConfig,
+    dtype: Dtype,
+    rank: Rank | None = None,
+    stored: KVCacheDtype = "auto",
+    form: WeightForm = WeightForm.DENSE,
+) -> Llama:
     weights = random_weights(config, dtype)
-    return device_model(config, weights, dtype, DEVICE, rank=rank, kv_cache_dtype=stored)
+    return device_model(config, weights, dtype, DEVICE, form, rank=rank, kv_cache_dtype=stored)
 
 
-def check(kind: str, dtype: Dtype, sizes: Sequence[int], stored: KVCacheDtype = "auto") -> None:
+def check(
+    kind: str,
+    dtype: Dtype,
+    sizes: Sequence[int],
+    stored: KVCacheDtype = "auto",
+    form: WeightForm = WeightForm.DENSE,
+) -> None:
     config = config_of(kind)
-    whole = model(config, dtype, stored=stored)
+    whole = model(config, dtype, stored=stored, form=form)
     expected = logits(OnDevice(whole))
     assert expected.isfinite().all()
     for size in sizes:
 
         def run(rank: Rank) -> tuple[str, torch.Tensor, int]:
-            own = model(config, dtype, rank, stored)
+            own = model(config, dtype, rank, stored, form)
             return own.variant, logits(OnDevice(own)), own.bytes_per_block(16)
 
         for variant, found, num_bytes in by_ranks(size, run):
@@ -169,6 +182,11 @@ def test_every_bit_is_that_of_one_device(kind: str, dtype: Dtype, sizes: Sequenc
 def test_every_bit_with_a_cache_in_8_bits(kind: str, dtype: Dtype, stored: KVCacheDtype) -> None:
     """A rank stores the heads that it has, each with a scale of its own."""
     check(kind, dtype, (2,), stored)
+
+
+def test_every_bit_with_weights_and_activations_in_fp8() -> None:
+    """A rank quantizes the rows that it has, and all of what it multiplies."""
+    check("llama", BFLOAT16, (2,), form=WeightForm.FP8)
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""The ordered products that compile_triton.py compiles."""
+"""The ordered products, and those of 8-bit floats, that compile_triton.py compiles."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.triton.device import ROOM
+from kernels.triton.fp8 import fp8_product
 from kernels.triton.ordered_product import (
     FEW,
     FEW_IN_LITTLE,
@@ -17,7 +18,7 @@ from kernels.triton.ordered_product import (
     product_kernel,
 )
 
-HALF, FLOAT = "*bf16", "*fp32"
+HALF, FLOAT, E4M3 = "*bf16", "*fp32", "*fp8e4nv"
 
 
 class Product(NamedTuple):
@@ -37,6 +38,34 @@ class Product(NamedTuple):
         rest = {name: value for name, value in tile.options.items() if not name.isupper()}
         constants = {"EVEN": self.is_even, "HAS_BIAS": self.has_bias, "FUNCTION": self.function}
         yield product_kernel, types, {**constants, **blocks}, rest
+
+
+class Fp8Product(NamedTuple):
+    tile: ProductTile
+    has_bias: bool
+
+    def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+        """The product, with its arguments' types, constants and options as launched."""
+        sizes = dict.fromkeys(("num_rows", "num_columns", "width", "out_columns"), "i32")
+        types = {"x": E4M3, "x_scales": FLOAT, "weight": E4M3, "scales": FLOAT, "bias": HALF, "out": HALF, **sizes}
+        blocks = {name: value for name, value in self.tile.options.items() if name.isupper()}
+        rest = {name: value for name, value in self.tile.options.items() if not name.isupper()}
+        yield fp8_product.fp8_product_kernel, types, {"HAS_BIAS": self.has_bias, **blocks}, rest
+
+
+def quantizers() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """What quantizes rows for them: few, and many."""
+    types = {"x": HALF, "codes": "*u8", "scales": FLOAT, **dict.fromkeys(("num_rows", "depth", "width"), "i32")}
+    for num_rows in (1, 99):
+        rows, warps = fp8_product.rows_of_a_program(num_rows)
+        yield fp8_product.quantize_kernel, types, {"ROWS": rows}, {"num_warps": warps}
+
+
+def each_fp8_product(*, every: bool) -> Iterator[Fp8Product]:
+    """Each shape of tiles, with and without a bias in turn; every: both."""
+    for turn, tile in enumerate(fp8_product.TILES.values()):
+        for has_bias in (False, True) if every else (turn % 2 == 1,):
+            yield Fp8Product(tile, has_bias)
 
 
 def tiles_of(shared_memory: int) -> list[ProductTile]:

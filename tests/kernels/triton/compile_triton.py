@@ -51,9 +51,10 @@ from kernels.triton.attention_work import (
     tile_tokens,
 )
 from kernels.triton.device import power_of_2
+from kernels.triton.fp8 import fp8_product
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
-from tests.kernels.triton.compile_products import Product, each_product
-from tests.kernels.triton.instructions import assert_allowed, assert_defined, assert_one_chain
+from tests.kernels.triton.compile_products import Fp8Product, Product, each_fp8_product, each_product, quantizers
+from tests.kernels.triton.instructions import assert_allowed, assert_defined, assert_one_chain, assert_parts
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
@@ -415,7 +416,10 @@ def build(
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
-    assert_allowed(compiled.asm["ptx"])
+    if kernel is fp8_product.fp8_product_kernel:
+        assert_parts(compiled.asm["ptx"], capability, has_bias=constants["HAS_BIAS"])
+    else:
+        assert_allowed(compiled.asm["ptx"])
     if kernel not in OF_SAMPLES:
         assert_defined(compiled.asm["ptx"])
     if kernel is ordered_product.product_kernel:
@@ -457,6 +461,7 @@ def main() -> None:
         *loras(),
         *recurrences(),
         *packed(every=every),
+        *quantizers(),
         *SAMPLING,
         *ROUTING,
     ):
@@ -476,12 +481,14 @@ def main() -> None:
     for size, capability in sizes:
         check(size, capability, fits=(size.dtype, size.head_dim, capability) != TOO_LARGE)
     for capability in SHARED if every else (90,):
+        for fp8 in each_fp8_product(every=every) if capability >= 89 else ():
+            check(fp8, capability)
         for routed in (*each_experts(SHARED[capability], every=every), *each_product(SHARED[capability], every=every)):
             check(routed, capability)
 
 
 def check(
-    size: "Attention | Experts | Product", capability: int, *, fits: bool = True, first: int | None = None
+    size: "Attention | Experts | Product | Fp8Product", capability: int, *, fits: bool = True, first: int | None = None
 ) -> None:
     """Compile the kernels of this size, or the first so many, and print their names. fits: shared memory has room."""
     for kernel, types, constants, options in islice(size.kernels(), first):

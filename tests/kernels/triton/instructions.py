@@ -1,6 +1,7 @@
 """Rules for the machine code of products: what numerics level L2 needs, and the interpreter cannot show."""
 
 import re
+from collections.abc import Iterable
 
 #: Products of 16-bit floats that add 16 neighbours of K to a float32 sum.
 _PRODUCTS = (
@@ -8,9 +9,16 @@ _PRODUCTS = (
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16\.bf16|f16\.f16)\.f32",
     r"tcgen05\.mma\.cta_group::1\.kind::f16",
 )
+#: Products of 8-bit floats, by compute capability: on each, of one kind.
+_FP8_PRODUCTS = {
+    89: r"mma\.sync\.aligned\.m16n8k32\.row\.col\.f32\.e4m3\.e4m3\.f32",
+    90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3",
+    100: r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4",
+    120: r"mma\.sync\.aligned\.m16n8k32\.row\.col\.f32\.e4m3\.e4m3\.f32",
+}
 _ANY = re.compile(r"\b(?:wgmma\.mma_async|mma\.sync|tcgen05\.mma)[\w.:]+")
 _ATOMIC = re.compile(r"\b(?:atom|red)\.\S+")
-_SUM = re.compile(r"\b(?:add|sub|fma)(?:\.\w+)*\.f32\b")
+_SUM = re.compile(r"\b(?:add|sub|fma)(?:\.\w+)*\.f32(?:x2)?\b")
 #: What devices approximate, each kind of them in its own way.
 _APPROXIMATE = re.compile(r"\b(?:ex2|lg2|sin|cos|tanh|rcp|rsqrt|sqrt|div)\.(?:approx|full)\S*")
 #: Numbers that are 0 because they are small.
@@ -20,8 +28,12 @@ _ASYNC = re.compile(r"wgmma\.mma_async\S+ \{([^}]*)\}, (%rd\d+), (%rd\d+)")
 
 def assert_allowed(ptx: str) -> None:
     """Of every kernel: no sum depends on which program is first, and tensor cores add 16 neighbours of K."""
+    _assert_products(ptx, _PRODUCTS)
     assert not _ATOMIC.search(ptx), _ATOMIC.search(ptx)
-    others = {name for name in _ANY.findall(ptx) if not any(re.fullmatch(each, name) for each in _PRODUCTS)}
+
+
+def _assert_products(ptx: str, allowed: Iterable[str]) -> None:
+    others = {name for name in _ANY.findall(ptx) if not any(re.fullmatch(each, name) for each in allowed)}
     assert not others, others
 
 
@@ -40,6 +52,23 @@ def assert_one_chain(ptx: str, *, is_float: bool, ends: bool) -> None:
     sums = {name for name in _SUM.findall(ptx) if not (is_float and name.startswith("fma"))}
     assert not (ends and sums), sums
     assert bool(_ANY.search(ptx)) != is_float
+    _assert_ascending(ptx)
+
+
+def assert_parts(ptx: str, capability: int, *, has_bias: bool) -> None:
+    """Of a product of 8-bit floats: one kind of products, from low K to high, and multiply-adds of their sums.
+
+    Two kinds may cut their sums at different places.
+    """
+    _assert_products(ptx, (_FP8_PRODUCTS[capability],))
+    assert not _ATOMIC.search(ptx), _ATOMIC.search(ptx)
+    assert _ANY.search(ptx)
+    sums = {name.removesuffix("x2") for name in _SUM.findall(ptx)}  # Blackwell has instructions for two at once
+    assert sums == {"fma.rn.f32", *(("add.rn.f32",) if has_bias else ())}, sums
+    _assert_ascending(ptx)
+
+
+def _assert_ascending(ptx: str) -> None:
     chains: dict[str, list[tuple[int, int]]] = {}
     for accumulator, left, right in _ASYNC.findall(ptx):
         chains.setdefault(accumulator, []).append((_offset(left, ptx), _offset(right, ptx)))

@@ -1,17 +1,26 @@
 /* The sums of a tensor core, and those of a float32 product, as GPUs compute them.
 
-A product of 16-bit floats adds `group` neighbours of K at a time to the accumulator: the products are exact, they and
-the accumulator are shifted to the largest exponent of all, cut to `fraction` bits behind the point, added without
-error, and cut to a float32. Hopper has group 16 and fraction 25, Ampere 8 and 24. A zero has the
-exponent -108 - fraction. See arXiv 2511.10909, which measured this. A float32 product is a chain of fused multiply-adds. */
+A product of 16-bit or 8-bit floats adds `group` neighbours of K at a time to the accumulator: the products are exact,
+they and the accumulator are shifted to the largest exponent of all, cut to `fraction` bits behind the point, added
+without error, and cut to a float with `kept` bits behind the point. For 16 bits Hopper has group 16 and fraction 25,
+Ampere 8 and 24, and both keep the 23 of a float32. For 8 bits Hopper's wgmma has group 32 and Ada 16, both have fraction
+13 and keep 13; Blackwell has 32, 25 and 23. A zero has the exponent -108 - fraction. See arXiv 2511.10909, which measured
+this. A float32 product is a chain of fused multiply-adds. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-static float float_of(uint16_t code, int is_bfloat16) {
-    if (is_bfloat16) {
+enum Kind { HALF, BFLOAT16, E4M3 }; /* E4M3 is in the low bits of 16 */
+
+static float float_of(uint16_t code, enum Kind kind) {
+    if (kind == E4M3) {
+        const int exponent = code >> 3 & 15, fraction = code & 7;
+        const float size = ldexpf((float)(exponent ? fraction | 8 : fraction), (exponent ? exponent : 1) - 10);
+        return (code & 0x7f) == 0x7f ? NAN : code >> 7 ? -size : size;
+    }
+    if (kind == BFLOAT16) {
         uint32_t bits = (uint32_t)code << 16;
         float number;
         memcpy(&number, &bits, sizeof number);
@@ -41,14 +50,15 @@ static inline int32_t exponent_of(float number, int least) {
     return (bits & 0x7fffffff) == 0 ? FAR : power > least ? power : least;
 }
 
-/* sum towards zero, as a float32 times 2 ** power; 0 is never -0 */
-static inline float cut(double sum, int64_t power) {
+/* sum towards zero, as a float with `kept` bits behind the point times 2 ** power; 0 is never -0 */
+static inline float cut(double sum, int64_t power, int kept) {
     sum += 0.0;
     int64_t bits;
     memcpy(&bits, &sum, sizeof bits);
-    bits &= ~((INT64_C(1) << 29) - 1); /* of 53 bits 24 are left */
+    bits &= ~((INT64_C(1) << (52 - kept)) - 1);
     memcpy(&sum, &bits, sizeof bits);
-    const double number = sum * power_of_two(power), subnormal = trunc(number * 0x1p149) * 0x1p-149;
+    const double steps = power_of_two(126 + kept), number = sum * power_of_two(power);
+    const double subnormal = trunc(number * steps) / steps;
     return (float)(fabs(number) < 0x1p-126 ? subnormal : number);
 }
 
@@ -58,7 +68,7 @@ static inline float cut(double sum, int64_t power) {
 /* Add to the totals of LANES columns. a [depth] and b [depth, LANES]: numbers and their exponents. All that is added is
  * a whole number under 2 ** 53, so the order does not matter, and doubles are exact. */
 static void add_groups(float *totals, const double *a, const int32_t *a_exponents, const double *b,
-                       const int32_t *b_exponents, int depth, int group, int fraction) {
+                       const int32_t *b_exponents, int depth, int group, int fraction, int kept) {
     for (int first = 0; first < depth; first += group) {
         int32_t most[LANES];
         double sums[LANES], scales[LANES];
@@ -75,33 +85,33 @@ static void add_groups(float *totals, const double *a, const int32_t *a_exponent
         EACH_LANE sums[i] = trunc(totals[i] * scales[i]);
         for (int k = first; k < first + group; k++)
             EACH_LANE sums[i] += trunc(a[k] * b[k * LANES + i] * scales[i]);
-        EACH_LANE totals[i] = cut(sums[i], most[i] - fraction);
+        EACH_LANE totals[i] = cut(sums[i], most[i] - fraction, kept);
     }
 }
 
-static void take(uint16_t code, int is_bfloat16, double *number, int32_t *exponent) {
-    const float given = float_of(code, is_bfloat16);
+static void take(uint16_t code, enum Kind kind, double *number, int32_t *exponent) {
+    const float given = float_of(code, kind);
     *number = given;
-    *exponent = exponent_of(given, is_bfloat16 ? -126 : -14);
+    *exponent = exponent_of(given, kind == BFLOAT16 ? -126 : kind == HALF ? -14 : -6);
 }
 
 /* a [rows, depth], b [depth, columns] -> out = sums + a b [rows, columns]. */
 void tensor_core(const uint16_t *a, const uint16_t *b, const float *sums, float *out, int rows, int depth, int columns,
-                 int is_bfloat16, int group, int fraction) {
+                 enum Kind kind, int group, int fraction, int kept) {
     const size_t left = (size_t)rows * depth, right = (size_t)depth * LANES;
     double *numbers = calloc(left + right, sizeof(double)), *theirs = numbers + left;
     int32_t *exponents = calloc(left + right, sizeof(int32_t)), *their_exponents = exponents + left;
-    for (size_t i = 0; i < left; i++) take(a[i], is_bfloat16, &numbers[i], &exponents[i]);
+    for (size_t i = 0; i < left; i++) take(a[i], kind, &numbers[i], &exponents[i]);
     for (int first = 0; first < columns; first += LANES) {
         const int count = columns - first < LANES ? columns - first : LANES;
         for (size_t k = 0; k < (size_t)depth; k++)
             for (int i = 0; i < count; i++)
-                take(b[k * columns + first + i], is_bfloat16, &theirs[k * LANES + i], &their_exponents[k * LANES + i]);
+                take(b[k * columns + first + i], kind, &theirs[k * LANES + i], &their_exponents[k * LANES + i]);
         for (size_t row = 0; row < (size_t)rows; row++) {
             float totals[LANES] = {0};
             memcpy(totals, sums + row * columns + first, sizeof(float) * count);
             add_groups(totals, numbers + row * depth, exponents + row * depth, theirs, their_exponents, depth, group,
-                       fraction);
+                       fraction, kept);
             memcpy(out + row * columns + first, totals, sizeof(float) * count);
         }
     }

@@ -19,13 +19,18 @@ _SOURCE = Path(__file__).with_name("tensor_core.c")
 
 
 class Core(NamedTuple):
-    """How many neighbours of K are added at a time, and the bits behind the point that are left of them."""
+    """Neighbours of K that are added at a time, and the bits behind the point that are left of each and of the sum."""
 
     group: int
     fraction: int
+    kept: int = 23
 
 
 HOPPER, AMPERE = Core(16, 25), Core(8, 24)
+#: Of floats of 8 bits. Hopper's is that of `wgmma`.
+HOPPER_FP8, ADA_FP8, BLACKWELL_FP8 = Core(32, 13, 13), Core(16, 13, 13), Core(32, 25)
+#: Of the C program, by the arrays' element types.
+_KINDS = {np.dtype(np.float16): 0, np.dtype(np.uint16): 1, np.dtype(np.uint8): 2}
 
 
 @cache
@@ -50,32 +55,45 @@ def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
 
 
 def product(
-    a: npt.NDArray[Any], b: npt.NDArray[Any], sums: npt.NDArray[np.float32], *, is_bfloat16: bool, core: Core = HOPPER
+    a: npt.NDArray[Any], b: npt.NDArray[Any], sums: npt.NDArray[np.float32], core: Core | None = None
 ) -> npt.NDArray[np.float32]:
-    """sums [M, N] and a [M, K] @ b [K, N]: float32, or 16-bit floats as float16, or as uint16 if they are bfloat16."""
+    """sums [M, N] and a [M, K] @ b [K, N]: float32, float16, uint16 for bfloat16, or uint8 for E4M3. core: None =
+    Hopper's."""
+    kind = _KINDS.get(a.dtype)
+    if kind == 2:
+        core = core or HOPPER_FP8
+        a, b = a.astype(np.uint16), b.astype(np.uint16)
     a, b, sums = (np.ascontiguousarray(each) for each in (a, b, sums))
     out, sizes = np.empty_like(sums), (len(a), len(b), b.shape[1])
     pointers = [_pointer(each) for each in (a, b, sums, out)]
-    if a.dtype == np.float32:
+    if kind is None:
+        assert a.dtype == np.float32, a.dtype
         _library().chain(*pointers, *sizes)
     else:
-        _library().tensor_core(*pointers, *sizes, int(is_bfloat16), *core)
+        _library().tensor_core(*pointers, *sizes, kind, *(core or HOPPER))
     return out
 
 
 def _dot(self: Any, a: Any, b: Any, sums: Any, precision: Any, imprecise: Any) -> Any:
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
-    result = product(a.data, b.data, sums.data, is_bfloat16=a.dtype == tl.bfloat16)
+    result = product(a.data, b.data, sums.data)
     return interpreter.TensorHandle(result, sums.dtype.scalar)
 
 
-def _multiply_add(self: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once; the interpreter's is rounded twice."""
-    assert a.data.dtype == np.float32, a.data.dtype
-    arrays = [np.ascontiguousarray(each, np.float32) for each in np.broadcast_arrays(a.data, b.data, c.data)]
+def multiply_add(
+    a: npt.NDArray[np.float32], b: npt.NDArray[np.float32], c: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """a * b + c, rounded once."""
+    arrays = [np.ascontiguousarray(each, np.float32) for each in np.broadcast_arrays(a, b, c)]
     out = np.empty_like(arrays[0])
     _library().multiply_add(*map(_pointer, (*arrays, out)), out.size)
-    return interpreter.TensorHandle(out, c.dtype.scalar)
+    return out
+
+
+def _multiply_add(self: Any, a: Any, b: Any, c: Any) -> Any:
+    """The interpreter's is rounded twice."""
+    assert a.data.dtype == np.float32, a.data.dtype
+    return interpreter.TensorHandle(multiply_add(a.data, b.data, c.data), c.dtype.scalar)
 
 
 _convert_float = interpreter._convert_float

@@ -58,7 +58,7 @@ class Multiplied(NamedTuple):
 def emulated(x: torch.Tensor, weight: torch.Tensor, core: Core) -> torch.Tensor:
     left, right = (numbers.contiguous().view(torch.uint16).numpy() for numbers in (weight, x))
     sums = np.zeros((len(left), len(right)), np.float32)
-    return torch.from_numpy(np.ascontiguousarray(product(left, right.T, sums, is_bfloat16=True, core=core).T))
+    return torch.from_numpy(np.ascontiguousarray(product(left, right.T, sums, core=core).T))
 
 
 class Demo:

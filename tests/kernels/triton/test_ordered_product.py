@@ -162,7 +162,7 @@ def of_bfloat16(*numbers: float) -> NDArray[np.uint16]:
 def test_a_tensor_core_cuts(core: Core, numbers: dict[int, float], before: float, expected: float) -> None:
     a = of_bfloat16(*(numbers.get(k, 0.0) for k in range(32)))[None]
     b, sums = of_bfloat16(*[1.0] * 32)[:, None], np.array([[before]], np.float32)
-    got = product(a, b, sums, is_bfloat16=True, core=core)
+    got = product(a, b, sums, core=core)
     assert got.view(np.int32).tolist() == np.array([[expected]], np.float32).view(np.int32).tolist()
 
 
@@ -172,12 +172,12 @@ def test_a_tensor_core_has_the_bits_it_had() -> None:
     a, b = (generator.standard_normal(shape, np.float32) for shape in ((9, 64), (64, 7)))
     sums = generator.standard_normal((9, 7), np.float32)
     halves = [(each.view(np.uint32) >> 16).astype(np.uint16) for each in (a, b)]
-    bits = [zlib.crc32(product(*halves, sums, is_bfloat16=True, core=core).tobytes()) for core in (HOPPER, AMPERE)]
+    bits = [zlib.crc32(product(*halves, sums, core=core).tobytes()) for core in (HOPPER, AMPERE)]
     assert bits == [4073122637, 3317112151]
 
 
 def test_numbers_that_are_none_spread() -> None:
     a, b = of_bfloat16(*[1.0] * 16)[None], of_bfloat16(*[1.0] * 15, math.inf)[:, None]
     for before, expected in ((0.0, math.inf), (-math.inf, math.nan)):
-        got = product(a, b, np.array([[before]], np.float32), is_bfloat16=True)
+        got = product(a, b, np.array([[before]], np.float32))
         np.testing.assert_equal(got, np.array([[expected]], np.float32))

@@ -10,8 +10,8 @@ pytestmark = ANYWHERE
 
 def test_each_form_and_number_of_rows_is_beside_torchs_product() -> None:
     cases = list(quantized_products({"wide": (96, 64), "deep": (32, 256)}, DEVICE, torch.float32))
-    forms = [form for form in ("ordered", "int8", "Q4_0") for _ in ROWS]
-    assert [case.kernel for case in cases] == [f"product {form}" for form in [*forms, *forms, *["Q4_K"] * len(ROWS)]]
+    forms = ["ordered", "int8", "Q4_0", "fp8", "ordered", "int8", "Q4_0", "Q4_K", "fp8"]
+    assert [case.kernel for case in cases] == [f"product {form}" for form in forms for _ in ROWS]
     case = cases[len(ROWS) + 1]
     assert (case.shape, case.theirs) == ("wide 8x64x96", "linear")
     assert case.num_bytes == 96 * 64 * 8.5 / 8 + 8 * (64 + 96) * 4

@@ -425,6 +425,9 @@ ROWS = (1, 8, 64, 512)
 
 def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Yield a case for each shape, name -> (out, in), each form and each number of rows. Dense weights come first."""
+    from kernels.triton.device import has_fp8
+    from kernels.triton.fp8.fp8_linear import Fp8Linear
+    from kernels.triton.fp8.fp8_product import quantized
     from kernels.triton.packed_linear import PackedLinear
 
     for name, (columns, depth) in shapes.items():
@@ -432,6 +435,9 @@ def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device,
         layers: list[tuple[str, Operation, int]] = [("ordered", DeviceLinear(weight), weight.nbytes)]
         for form, packed in _forms(weight):
             layers.append((form, PackedLinear([packed], None, dtype, dtype, name=form), packed.num_bytes))
+        if has_fp8(device):
+            rows_in_fp8 = quantized(weight)
+            layers.append(("fp8", Fp8Linear(rows_in_fp8, None, dtype, dtype), rows_in_fp8.num_bytes))
         for form, product, num_bytes in layers:
             for rows in ROWS:
                 x = torch.randn(rows, depth, device=device, dtype=dtype)

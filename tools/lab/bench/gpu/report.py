@@ -29,6 +29,8 @@ _GOLDENS = (
 )
 #: Digests of probe() by devices whose tensor cores add so many neighbours of K: from an emulation, not from a device.
 EMULATED = {"16 neighbours": 1791642891, "8 neighbours": 210937439}
+#: The same of products of 8-bit floats, by the architectures whose tensor cores have such bits.
+EMULATED_FP8 = {"Hopper": 1611383877, "Ada": 77119175, "Blackwell": 3361556702}
 
 
 class Item(NamedTuple):
@@ -98,11 +100,16 @@ def _records(path: Path | None) -> Iterator[_Record]:
 def probe() -> _Record:
     """Return the digest of products by each shape of tiles, of numbers whose sums depend on their order."""
     from core.device import cuda_device
-    from kernels.triton.self_test import tile_digests
+    from kernels.triton.device import has_fp8
+    from kernels.triton.self_test import fp8_tile_digests, tile_digests
 
-    digests = tile_digests(cuda_device())
-    known = {digest: name for name, digest in EMULATED.items()}
-    return {"digests": digests, "as": sorted({known.get(digest, "another") for digest in digests})}
+    device, found = cuda_device(), dict[str, Any]()
+    fp8 = fp8_tile_digests(device) if has_fp8(device) else []
+    for prefix, digests, emulated in (("", tile_digests(device), EMULATED), ("fp8_", fp8, EMULATED_FP8)):
+        known = {digest: name for name, digest in emulated.items()}
+        names = sorted({known.get(digest, "another") for digest in digests})
+        found |= {f"{prefix}digests": digests, f"{prefix}as": names}
+    return found
 
 
 def kernels(name: str) -> _Record:
@@ -176,6 +183,7 @@ def _items() -> list[Item]:
         Item("latency without graphs", 60, 5, partial(latency, "--enforce-eager")),
         Item("two GPUs", 60, 4, several),
         *(Item(name, 20, 2, partial(kernels, name)) for name in ("product ordered", "product gated", "attention")),
+        Item("product fp8", 15, 3, partial(kernels, "product fp8")),
         *(Item(name, 15, 4, partial(kernels, name)) for name in ("product int8", "product Q4", "routed", "sampler")),
         Item("peer: transformers compiled", 60, 6, partial(peer, "compiled")),
         Item("peer: transformers", 30, 7, partial(peer, "plain")),
