@@ -6,6 +6,7 @@ import triton.language as tl
 
 from kernels.triton.arithmetic.sums import sum_of
 from kernels.triton.device import power_of_2
+from kernels.triton.fp8.fp8_linear import Fp8Linear
 from kernels.triton.linear import DeviceLinear
 from kernels.triton.packed_linear import PackedLinear
 
@@ -103,7 +104,7 @@ class TritonPerLayerInputs:
     def __init__(
         self,
         table: torch.Tensor,
-        projection: DeviceLinear | PackedLinear,
+        projection: DeviceLinear | PackedLinear | Fp8Linear,
         norm: torch.Tensor,
         *,
         scale: float,
