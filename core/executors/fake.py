@@ -35,14 +35,19 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WIDTH = 8  # elements of a vector
 
 
 def mix(value: UInt64s) -> UInt64s:
     """Apply the finalizer of splitmix64 (Steele, Lea, Flood, 2014) to each element."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+    value = value ^ (value >> _SHIFTS[0])
+    value *= _FACTORS[0]
+    value ^= value >> _SHIFTS[1]
+    value *= _FACTORS[1]
+    value ^= value >> _SHIFTS[2]
+    return value
 
 
 def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:

@@ -4,6 +4,8 @@ It finds a block that is given away too early, shared wrongly or named wrongly a
 looks at blocks.
 """
 
+from functools import cache
+
 import numpy as np
 import numpy.typing as npt
 
@@ -23,6 +25,7 @@ from ipc.params.beam_search import num_candidates
 from ipc.tables.arrays import Int32s, UInt64s
 
 MARK = np.uint64(1 << 63)
+_ONE, _GOLDEN = np.uint64(1), np.uint64(0x9E3779B97F4A7C15)
 
 
 class PagedExecutor:
@@ -221,8 +224,8 @@ class PagedExecutor:
 
     def _slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)
-        blocks = np.array(self._blocks(row), np.int64)[positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size
+        blocks = self.table.blocks.read(row, 0, int(self.table.num_blocks[row])).astype(np.int64)
+        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
 
     def _window_slots(self, row: int, start: int, end: int, which: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)
@@ -232,11 +235,15 @@ class PagedExecutor:
         return (blocks + which) * self._block_size + positions % self._block_size
 
 
+@cache
+def _mixed_positions(count: int) -> UInt64s:
+    return mix(np.arange(1, count + 1, dtype=np.uint64))
+
+
 def prefix_sums(ids: Int32s) -> UInt64s:
     """Return what the slots of these tokens hold, from the first token on."""
-    positions = np.arange(1, len(ids) + 1, dtype=np.uint64)
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
+    positions = _mixed_positions(1 << len(ids).bit_length())[: len(ids)]  # of few lengths: each step needs them again
+    return np.cumsum(mix((ids.astype(np.uint64) + _ONE) * _GOLDEN + positions))
 
 
 class _Handle:
