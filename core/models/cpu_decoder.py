@@ -77,9 +77,8 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
         return np.array([*(one.columns(width).first for one in every), width], np.int64)
 
     heads = np.array([*(one.heads(config)[0].first for one in every), config.num_attention_heads], np.int64)
-    own, experts = None, config.experts
-    if config.recurrent is not None:
-        own = _recurrences(every, shard.rank, config.recurrent)
+    own = None if config.recurrent is None else _recurrences(every, shard.rank, config.recurrent)
+    experts = config.experts
     return DecoderGroup(
         rank.memory,
         shard.rank,

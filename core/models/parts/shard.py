@@ -130,8 +130,8 @@ class _ShardedParts(WeightParts):
         self._rows = shard.rows(config)
         self._whole = {"mixer.norm"} if config.recurrent is not None else set[str]()
         self._whole |= {f"mlp.{name}" for name in XIELU_NAMES}
-        self._whole |= _ROUTER if config.experts is not None else set()
-        self._whole |= _LATENT if config.latent is not None else set()
+        self._whole |= _ROUTER if config.experts is not None else set[str]()
+        self._whole |= _LATENT if config.latent is not None else set[str]()
         if config.qk_norm_of_rows:
             self._whole |= {"self_attn.q_norm", "self_attn.k_norm"}
         self._norm_shapes = {(config.hidden_size,), (config.head_dim,)}
