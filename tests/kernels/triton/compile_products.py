@@ -53,18 +53,22 @@ class Fp8Product(NamedTuple):
         yield fp8_product.fp8_product_kernel, types, {"HAS_BIAS": self.has_bias, **blocks}, rest
 
 
-def quantizers() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """What quantizes rows for them: few, and many."""
+def quantizers(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """What quantizes rows for them: many; every: few, too."""
     types = {"x": HALF, "codes": "*u8", "scales": FLOAT, **dict.fromkeys(("num_rows", "depth", "width"), "i32")}
-    for num_rows in (1, 99):
+    for num_rows in (1, 99) if every else (99,):
         rows, warps = fp8_product.rows_of_a_program(num_rows)
         yield fp8_product.quantize_kernel, types, {"ROWS": rows}, {"num_warps": warps}
 
 
 def each_fp8_product(*, every: bool) -> Iterator[Fp8Product]:
-    """Each shape of tiles, with and without a bias in turn; every: both."""
-    for turn, tile in enumerate(fp8_product.TILES.values()):
-        for has_bias in (False, True) if every else (turn % 2 == 1,):
+    """The smallest and the largest tile, without a bias and with one; every: all, with both.
+
+    The others have numbers of rows in between.
+    """
+    smallest, *_, largest = tiles = list(fp8_product.TILES.values())
+    for tile in tiles if every else (smallest, largest):
+        for has_bias in (False, True) if every else (tile == largest,):
             yield Fp8Product(tile, has_bias)
 
 

@@ -461,7 +461,7 @@ def main() -> None:
         *loras(),
         *recurrences(),
         *packed(every=every),
-        *quantizers(),
+        *quantizers(every=every),
         *SAMPLING,
         *ROUTING,
     ):
