@@ -175,8 +175,17 @@ class Llama:
         """Return the C decoder; None: layers run operation by operation, as those of hidden states in streams do."""
         if self.streams is not None:
             return None
-        parts = self.layers, self.embedding, self._norm, self._float_norm, self.head
-        return cpu_decoder(whole, self.operations, *parts, rank=rank, per_layer=self.per_layer)
+        return cpu_decoder(
+            whole,
+            self.operations,
+            self.layers,
+            self.embedding,
+            self._norm,
+            self._float_norm,
+            self.head,
+            rank=rank,
+            per_layer=self.per_layer,
+        )
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.head(weight, bias)

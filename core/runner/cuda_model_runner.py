@@ -130,8 +130,7 @@ class CudaModelRunner(ModelRunner):
         if num_swap_blocks:
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
         self._llama, self._group_size, self._of_kinds = model, operations.group_size, operations.of_kinds
-        self._device = operations.device
-        self._width = model.config.hidden_size
+        self._device, self._width = operations.device, model.config.hidden_size
         self._tapped: torch.Tensor | None = None  # [T, taps * width] of the last step, if the model is tapped
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
         self._features = DeviceFeatures(self._feature_rows, self._tables, turns=model.config.rope_axes is not None)
