@@ -326,7 +326,8 @@ class Llama:
         token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
         assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
         lora, given = None if adapters is None else lora_rows(adapters), inputs.given
-        assert not isinstance(given, GivenRows), "the C decoder finds the rows by token ids"
+        if given is not None:
+            assert not isinstance(given, GivenRows), "the C decoder finds the rows by token ids"
         return self.decoder(
             token_ids,
             positions,

@@ -167,7 +167,7 @@ def answers(
         engine = EngineCore(resolved, executor)
         inbox: list[tuple[int, EngineInput]] = [(0, message) for message in sent or requests()]
         tokens: dict[tuple[int, int], list[int]] = {}
-        values: dict[tuple[int, int], bytes] = {}
+        values: dict[tuple[int, int, int], bytes] = {}
         num_steps, end = 0, time.monotonic() + 300
         while inbox or engine.has_unfinished:
             assert time.monotonic() < end, "the requests do not end"
@@ -192,7 +192,7 @@ def answers(
         executor.close()
 
 
-def _take(reply: Outputs, tokens: dict[tuple[int, int], list[int]], values: dict[tuple[int, int], bytes]) -> None:
+def _take(reply: Outputs, tokens: dict[tuple[int, int], list[int]], values: dict[tuple[int, int, int], bytes]) -> None:
     numbers = np.frombuffer(reply.numbers, "<u4").tolist()
     choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(numbers)
     ids, first = np.frombuffer(reply.tokens, "<i4").tolist(), 0
@@ -201,9 +201,10 @@ def _take(reply: Outputs, tokens: dict[tuple[int, int], list[int]], values: dict
         first += count
     if (columns := reply.logprobs) is not None:
         first = 0
-        packed = (np.frombuffer(each, "<u4").tolist() for each in (columns.numbers, columns.positions, columns.counts))
-        for number, position, count in zip(*packed, strict=True):
-            values[number, position] = columns.values[4 * first : 4 * (first + count)]
+        packed = [np.frombuffer(each, "<u4").tolist() for each in (columns.numbers, columns.positions, columns.counts)]
+        own = np.frombuffer(columns.choices, "<u2").tolist() if columns.choices else [0] * len(packed[0])
+        for number, position, count, choice in zip(*packed, own, strict=True):
+            values[number, choice, position] = columns.values[4 * first : 4 * (first + count)]
             first += count
 
 

@@ -10,7 +10,6 @@ import pytest
 from core.adapters.adapter import AdapterWeights, digest_of
 from core.model_files.model_config import read_model_config
 from core.models.layers.adapted import AdaptedMatrices
-from ipc.errors import ConfigError
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest
 from kernels.low_rank import LowRank
@@ -95,8 +94,3 @@ def test_other_machines_get_them_from_the_engine(
     port, count = free_port(), 2 if options else 1
     with machines(tmp_path, port, count) as others:
         assert run(hybrid, size, {9: lambda _: others[-1].fail()}, **options, **over(port, 2)) == hybrid_alone
-
-
-def test_workers_on_gpus_are_refused(hybrid: str) -> None:
-    with pytest.raises(ConfigError, match="enable_lora with workers is for device='cpu'"):
-        config_of(hybrid, 2, enable_lora=True, device="cuda")
