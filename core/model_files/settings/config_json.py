@@ -461,6 +461,8 @@ def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
 
 
 _METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "torchao")
+#: The quant_method of a model that transformers has read from a GGUF file: its tensors are plain.
+PLAIN_METHOD = "gguf"
 #: Formats of compressed-tensors in which a weight is a code and a scale.
 _FORMATS = (
     *("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
@@ -478,7 +480,7 @@ def read_packing(values: Values, *, multiplies: bool = False) -> Packing:
     naming an unsupported setting.
     """
     config = values.group("quantization_config")
-    if config is None:
+    if config is None or config.get("quant_method") == PLAIN_METHOD:
         return "none"
     if multiplies:
         values.refuse("quantization_config", "of an architecture without factors of products it is")

@@ -5,7 +5,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from core.model_files.settings.config_json import read_json_object
+from core.model_files.settings.config_json import PLAIN_METHOD, read_json_object
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.model_files import resolve_model
@@ -82,11 +82,12 @@ def _of_folder(folder: Path) -> ModelDescription:
     is_packed = any(tensor.dtype in _PACKED for tensor in tensors)
     settings = values.get("quantization_config")
     method = settings.get("quant_method") if isinstance(settings, dict) else None
+    is_named = isinstance(method, str) and method != PLAIN_METHOD
     return ModelDescription(
         format="safetensors",
         family=str(values.get("model_type") or ""),
         num_parameters=0 if is_packed else sum(prod(tensor.shape) for tensor in tensors),
-        quantization=method.upper() if isinstance(method, str) else sizes.most_common(1)[0][0] if sizes else "",
+        quantization=str(method).upper() if is_named else sizes.most_common(1)[0][0] if sizes else "",
         num_bytes=sum(sizes.values()),
         labels=_labels(values.get("id2label")),
     )

@@ -29,9 +29,8 @@ class LayerStreams:
 
     router_norm: Norm
     router: Product
-    prediction: (
-        Floats  # [count, count, count]: of each stream, of the stream that it is made from, by the router's numbers
-    )
+    #: [count, count, count]: of each stream, of the stream that it is made from, by the router's numbers
+    prediction: Floats
     correction: Floats  # [count, count]: of each stream, by the router's numbers
     active: int
     active_scale: Floats | None  # [d] of what the gate of the layer's own inputs reads

@@ -74,6 +74,11 @@ def test_settings_of_single_layers_are_refused(model_type: str, tmp_path: Path) 
         read(tmp_path, **(images if model_type == "gemma3" else {**plain[model_type], **own}))
 
 
+def test_what_transformers_read_from_a_gguf_file_is_plain(tmp_path: Path) -> None:
+    settings = {"model_type": "llama", "quantization_config": {"quant_method": "gguf", "modules_to_not_convert": None}}
+    assert read(tmp_path, **settings).packing == "none"
+
+
 def test_the_quantization_of_a_whole_model_with_images_is_its_texts(tmp_path: Path) -> None:
     text = {**SIZES, "model_type": "gemma3_text", "head_dim": 16}
     with pytest.raises(UnsupportedModelError, match=r"quantization_config\.quant_method='hqq' is not"):

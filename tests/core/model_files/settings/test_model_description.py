@@ -40,6 +40,11 @@ def test_a_folder(tmp_path: Path) -> None:
             {"a": np.zeros(4, np.int32), "b": np.zeros(4, np.float16)},
             ModelDescription("safetensors", "llama", 0, "GPTQ", 24),
         ),
+        (
+            {"model_type": "llama", "quantization_config": {"quant_method": "gguf"}},
+            {"b": np.zeros(4, np.float16)},
+            ModelDescription("safetensors", "llama", 4, "F16", 8),
+        ),
         ({"id2label": {"1": "good", "0": "bad"}}, {}, ModelDescription("safetensors", labels=["bad", "good"])),
         ({"id2label": {"0": "bad", "2": "good"}}, {}, ModelDescription("safetensors")),
         ({"id2label": 5, "model_type": None}, {}, ModelDescription("safetensors")),
