@@ -195,7 +195,8 @@ def test_every_kill_leaves_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_that_takes_too_long_is_given_up() -> None:
-    words = "import sys; from core.capture import write_flight as w; w._CPU_S, w.read_ring = 1, lambda fd: []\n"
+    words = "import sys; from core.capture import write_flight as w; w._CPU_S, w._NICE = 1, 0\n"
+    words += "w.read_ring = lambda fd: []\n"
     words += "def spin(*_):\n    while True: pass\n"
     words += "w.write_flight = spin; w.limit_process(); code = w.main(['0', '7', 'text'])\n"
     words += "w.log.flush(5); sys.exit(code)"
