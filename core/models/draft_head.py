@@ -65,7 +65,7 @@ class ModelEnds(Protocol):
 
 
 class _OwnEnds(NamedTuple):
-    """Those of a whole model."""
+    """The embeddings and the head of a whole model."""
 
     target: Llama
     place: HeadPlace

@@ -15,7 +15,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
-from ipc.wire.messages import AddRequest, Outputs
+from ipc.wire.messages import AddRequest
 from tests.core.executors.test_cuda_executor import Answers
 from tests.triton_device import ANYWHERE
 from tools.lab.bench.tiny_model import write_tiny_model
@@ -63,11 +63,7 @@ def run(model: str, draft: str | None) -> tuple[Answers, SchedulerStats]:
     for number, ids in enumerate(PROMPTS):
         params = SamplingParams(temperature=number / 2, seed=number, max_tokens=6, ignore_eos=True, logprobs=1)
         inbox.append((0, AddRequest(number, np.array(ids, "<i4").tobytes(), params, number)))
-    while inbox or engine.has_work:
-        for _, message in engine.step(inbox, 0):
-            assert isinstance(message, Outputs), message
-            found.take(message)
-        inbox = []
+    found.follow(engine, inbox)
     return found, engine.scheduler.stats
 
 

@@ -148,6 +148,14 @@ class Answers:
         if message.logprobs is not None:
             self._take_logprobs(message.logprobs)
 
+    def follow(self, engine: EngineCore, inbox: list[Any]) -> None:
+        """Step until nothing is left to do, with what comes in before the first step, and take all outputs."""
+        while inbox or engine.has_work:
+            for _, message in engine.step(inbox, 0):
+                assert isinstance(message, Outputs), message
+                self.take(message)
+            inbox = []
+
     def _take_logprobs(self, reported: Logprobs) -> None:
         entries = zip(
             np.frombuffer(reported.token_ids, "<i4").tolist(),

@@ -16,7 +16,7 @@ from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats, UInt8s
-from ipc.wire.messages import AddRequest, Outputs
+from ipc.wire.messages import AddRequest
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import FLOAT32
@@ -123,11 +123,7 @@ class Engine:
             params = SamplingParams(temperature=0.9, seed=number, max_tokens=4, ignore_eos=True, logprobs=2)
             request = AddRequest(number, np.array(ids, "<i4").tobytes(), params, number)
             inbox.append(with_features((0, request), self.features, [each.use for each in placed]))
-        while inbox or self.core.has_work:
-            for _, message in self.core.step(inbox, 0):
-                assert isinstance(message, Outputs), message
-                found.take(message)
-            inbox = []
+        found.follow(self.core, inbox)
         return found
 
 

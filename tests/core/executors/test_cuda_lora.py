@@ -15,7 +15,7 @@ from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.lora_messages import AdapterId
-from ipc.wire.messages import AddRequest, Outputs
+from ipc.wire.messages import AddRequest
 from tests.core.adapters.peft_files import matrix_shapes, random_matrices, write_peft
 from tests.core.executors.test_cuda_executor import Answers
 from tests.triton_device import ANYWHERE
@@ -52,11 +52,7 @@ def answers(executor: CudaExecutor | LocalExecutor, config: EngineConfig, which:
         for number in which
         for adapter in [AdapterId(digests[NAMES[number]]) if NAMES[number] else None]
     ]
-    while inbox or engine.has_work:
-        for _, message in engine.step(inbox, 0):
-            assert isinstance(message, Outputs), message
-            found.take(message)
-        inbox = []
+    found.follow(engine, inbox)
     return found
 
 

@@ -20,7 +20,7 @@ from core.scheduling.stats import SchedulerStats
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
-from ipc.wire.messages import AddRequest, Outputs
+from ipc.wire.messages import AddRequest
 from tests.core.executors.test_cuda_executor import Answers
 from tests.core.executors.test_cuda_speculation import oracle
 from tests.core.hostile_drafts import KINDS, use
@@ -56,11 +56,7 @@ class Engine:
         for number in which:
             params = SamplingParams(temperature=0.9, seed=number, max_tokens=max_tokens, ignore_eos=True, logprobs=2)
             inbox.append((0, AddRequest(number, np.array(prompts[number], "<i4").tobytes(), params, number)))
-        while inbox or self.core.has_work:
-            for _, message in self.core.step(inbox, 0):
-                assert isinstance(message, Outputs), message
-                found.take(message)
-            inbox = []
+        found.follow(self.core, inbox)
         return found
 
 
