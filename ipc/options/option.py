@@ -69,25 +69,26 @@ class DeclaredOption(msgspec.Struct, frozen=True):
         """
         if value is None and self.is_optional:
             return
-        if self.choices:
-            if value not in self.choices:
-                reason = self.option.refused.get(value) if isinstance(value, str) else None
-                why = f": {reason}" if reason else ""
-                raise ConfigError(f"{self.name} must be one of {', '.join(self.choices)}; got {value!r}{why}")
-        elif self.plain is bool:
+        if self.plain is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{self.name} must be true or false; got {value!r}")
         elif self.plain is int:
             self._check_integer(value)
-        elif self.plain is float and not self._is_within(value, (int, float)):
-            raise ConfigError(f"{self.name} must be a number {self.bounds}; got {value!r}")
+        elif self.plain is float:
+            if not self._is_within(value, (int, float)):
+                raise ConfigError(f"{self.name} must be a number {self.bounds}; got {value!r}")
+        elif (choices := self.choices) and value not in choices:
+            reason = self.option.refused.get(value) if isinstance(value, str) else None
+            why = f": {reason}" if reason else ""
+            raise ConfigError(f"{self.name} must be one of {', '.join(choices)}; got {value!r}{why}")
 
     def _check_integer(self, value: object) -> None:
+        if self._is_within(value, int):
+            return
         text = f"{self.name} must be an integer {self.bounds}; got {value!r}"
         if isinstance(value, float) and math.isfinite(value) and value.is_integer():
             raise ConfigError(f"{text}, write {int(value)}")
-        if not self._is_within(value, int):
-            raise ConfigError(text)
+        raise ConfigError(text)
 
     def _is_within(self, value: object, kind: type | tuple[type, ...]) -> bool:
         if isinstance(value, bool) or not isinstance(value, kind):

@@ -117,7 +117,7 @@ class Replay:
 
     config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: gets every plan.
     weights: paths of those that the engine got while it ran. Errors: CaptureFileError for impossible options or an
-    impossible state.
+    impossible state; OtherModelError for options that this version does not have.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Replay:
         weights: Sequence[str] = (),
     ) -> None:
         self._file, self._log = file, _Comparison()
+        self._max_logprobs = replay_config(file.header).max_logprobs
         self._executor = executor if isinstance(executor, RecordedExecutor) else LostSteps(executor, weights)
         self._start = file.checkpoints[0] if start is None and file.begins_inside else start
         try:
@@ -162,7 +163,7 @@ class Replay:
             is_recorded = isinstance(self._executor, RecordedExecutor)
             if isinstance(self._executor, LostSteps):
                 self._executor.prepare_all(message.mark for _, message in turn.inbox if isinstance(message, NewWeights))
-            _check_inputs(self._file, turn, has_features=is_recorded)
+            _check_inputs(self._file, turn, self._max_logprobs, has_features=is_recorded)
             with untrusted_file(self._file.path) if is_recorded else contextlib.nullcontext():
                 difference, replies = self._step(turn)
             yield turn, difference, replies
@@ -219,13 +220,13 @@ def rerun(
     )
 
 
-def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
+def _check_inputs(file: CaptureFile, turn: Turn, max_logprobs: int, *, has_features: bool) -> None:
     """Check the inbox. has_features: the executor needs no features, or has those of the requests.
 
     Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features, and for
     KV blocks that no step has computed.
     """
-    model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
+    model = file.header.model
     for client, message in turn.inbox:
         if isinstance(message, BlocksArrived) and message.count and not has_features:
             raise OtherModelError(
