@@ -460,7 +460,7 @@ def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
 # The quantization of a safetensors folder, from its config.json: which tensors a matrix is stored as.
 
 
-_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes", "torchao")
+_METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "modelopt", "mxfp4", "bitsandbytes", "torchao")
 #: The quant_method of a model that transformers has read from a GGUF file: its tensors are plain.
 PLAIN_METHOD = "gguf"
 #: Formats of compressed-tensors in which a weight is a code and a scale.
@@ -475,9 +475,8 @@ def read_packing(values: Values, *, multiplies: bool = False) -> Packing:
 
     multiplies: they are multiplied by factors when they are read.
 
-    Only settings that change the weights' numbers count. Scales of activations and of the KV cache are ignored, because
-    the engine does not quantize these. Errors: ModelFileError for a value of the wrong type; UnsupportedModelError
-    naming an unsupported setting.
+    Only settings that change the weights' numbers count, because options decide what else is quantized. Errors:
+    ModelFileError for a value of the wrong type; UnsupportedModelError naming an unsupported setting.
     """
     config = values.group("quantization_config")
     if config is None or config.get("quant_method") == PLAIN_METHOD:
@@ -498,6 +497,9 @@ def read_packing(values: Values, *, multiplies: bool = False) -> Packing:
         _one_of(config, "bnb_4bit_quant_type", None, "nf4", "fp4")
     elif method == "fp8":
         _one_of(config, "fmt", None, "e4m3")
+    elif method == "modelopt":
+        _one_of(config, "quant_algo", "FP8")
+        return "fp8"
     packing: Packing = method
     return packing
 

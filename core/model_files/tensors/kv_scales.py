@@ -1,4 +1,4 @@
-"""Scales of a KV cache of 8-bit floats, which some quantized checkpoints have for each layer."""
+"""Scales of 8-bit floats that some quantized checkpoints have: those of a layer's KV cache, and single ones."""
 
 import math
 import re
@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from core.model_files.tensors.stored_tensor import StoredTensor
 from ipc.errors import ModelFileError
 from ipc.files.mapped_file import map_file
-from ipc.files.safetensors import SafetensorsTensor, read_safetensors, read_safetensors_folder
+from ipc.files.safetensors import read_safetensors, read_safetensors_folder
 from kernels.dequantize import dequantize
 from kernels.memory.kv_cache import Scales
 
@@ -30,7 +31,8 @@ def read_kv_scales(path: Path, layers: Sequence[int]) -> tuple[Scales, ...]:
     for file, tensors in files.items():
         for name, tensor in tensors.items():
             if (match := _NAME.fullmatch(name)) is not None:
-                found[int(match[1]), match[2]] = _number(file, name, tensor)
+                place = StoredTensor(file, name, tensor.dtype, tensor.shape, tensor.begin, tensor.end)
+                found[int(match[1]), match[2]] = read_scale(place)
     if not found:
         return ()
     for layer in layers:
@@ -40,12 +42,14 @@ def read_kv_scales(path: Path, layers: Sequence[int]) -> tuple[Scales, ...]:
     return tuple(Scales(found[layer, "k"], found[layer, "v"]) for layer in layers)
 
 
-def _number(file: Path, name: str, tensor: SafetensorsTensor) -> float:
-    if tensor.dtype not in ("F32", "F16", "BF16") or math.prod(tensor.shape) != 1:
+def read_scale(tensor: StoredTensor) -> float:
+    """Return a tensor of one number. Errors: ModelFileError if it has more, or its number is not positive."""
+    file, name = tensor.path, tensor.source_name
+    if tensor.type not in ("F32", "F16", "BF16") or math.prod(tensor.shape) != 1:
         shape = list(tensor.shape)
-        raise ModelFileError(f"{file}: {name} is {tensor.dtype} {shape}; supported is one number for a whole layer")
+        raise ModelFileError(f"{file}: {name} is {tensor.type} {shape}; supported is one number for all")
     with map_file(file) as data:
-        number = float(dequantize(np.frombuffer(data[tensor.begin : tensor.end], np.uint8), tensor.dtype)[0])
+        number = float(dequantize(np.frombuffer(data[tensor.begin : tensor.end], np.uint8), tensor.type)[0])
     if not 0 < number < math.inf:
         raise ModelFileError(f"{file}: {name} is {number}; a scale is a positive number")
     return number

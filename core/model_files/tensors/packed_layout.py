@@ -50,9 +50,12 @@ class _Form(NamedTuple):
 
 
 _FLOATS = ("F16", "BF16", "F32")
+#: The scale that activations in FP8 are divided by, as compressed-tensors, Model Optimizer and vLLM name it, and
+#: transformers.
+INPUT_SCALES = ("input_scale", "activation_scale")
 #: Kinds that do not change a weight: scales of activations and of the cache, and the shape, which the config also has.
 UNUSED_KINDS = (
-    *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale"),
+    *(*INPUT_SCALES, "input_zero_point", "input_global_scale", "output_scale", "k_scale", "v_scale", "q_scale"),
     *("weight_shape", "_weight_act_quant_scale", "_weight_act_quant_zero_point"),
 )
 BLOCK_ROWS = (32, 64, 128, 256)  # rows and columns of a block with one scale

@@ -33,3 +33,4 @@ class PackedTensor(msgspec.Struct, frozen=True):
     packing: Packing
     heads: int = 0  # see StoredTensor
     order: tuple[int, ...] = ()
+    input_scale: StoredTensor | None = None  # of activations in FP8; None: the file has none

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from core.model_files.settings.text_part import without_images
 from core.model_files.tensors.encoder_weights import with_our_names
+from core.model_files.tensors.kv_scales import read_scale
 from core.model_files.tensors.latent_tensors import latent_orders
-from core.model_files.tensors.packed_layout import UNUSED_KINDS, all_kinds, fault_of, kinds_of
+from core.model_files.tensors.packed_layout import INPUT_SCALES, UNUSED_KINDS, all_kinds, fault_of, kinds_of
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.tensors.recurrent_tensors import input_order, like_others
 from core.model_files.tensors.stacked_experts import by_expert, by_halves, unstacked, unturned, with_turned_products
@@ -330,7 +331,10 @@ def _take_packed(
     fault = fault_of({kind: (part.type, part.shape) for kind, part in parts.items()}, shape, packing)
     if fault:
         raise ModelFileError(f"{parts[kinds[0]].path}: matrix {stem}: {fault}")
-    return PackedTensor(stem, parts, shape, packing)
+    scale = None
+    if "weight" in parts and parts["weight"].type == "F8_E4M3":
+        scale = next((found.pop(key) for kind in INPUT_SCALES if (key := f"{stem}.{kind}") in found), None)
+    return PackedTensor(stem, parts, shape, packing, input_scale=scale)
 
 
 def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
@@ -381,7 +385,7 @@ def _source(stored: StoredTensor | PackedTensor, dtype: Dtype) -> str:
     """Return a text that says where a matrix is in the model's files, and how its numbers are read from there."""
     if isinstance(stored, PackedTensor):
         parts = {kind: _without_folder(part) for kind, part in stored.parts.items()}
-        text = repr(msgspec.structs.replace(stored, parts=parts))
+        text = repr(msgspec.structs.replace(stored, parts=parts, input_scale=None))
     else:
         text = repr(_without_folder(stored))
     return hashlib.sha256(f"{text} {dtype}".encode()).hexdigest()
@@ -406,8 +410,9 @@ class _Reading:
     ) -> tuple[StoredPart, ...]:
         """Read a matrix. after: the weight that will probably be read next."""
         if isinstance(stored, PackedTensor):
-            parts = _unpack(stored, self._files, self._dtype).parts
-            return tuple(part._replace(library=self._library) for part in parts)
+            parts, scale = _unpack(stored, self._files, self._dtype).parts, stored.input_scale
+            read = None if scale is None else partial(read_scale, scale)
+            return tuple(part._replace(library=self._library, input_scale=read) for part in parts)
         matrix = self.read(stored, after)
         if stored.factors:
             return StoredMatrix.of(_multiplied(matrix, stored.factors, self._dtype)).parts

@@ -28,6 +28,16 @@ def fp8_matrix(weight: StoredMatrix, device: torch.device) -> Fp8Rows | None:
     return _joined(parts)
 
 
+def input_scale(weight: StoredMatrix) -> float | None:
+    """Return the scale that a file has for what the matrix multiplies; None: activations are quantized as they come.
+
+    Of parts that have several it is the largest, so that no part's numbers are cut. Errors: ModelFileError if one is
+    not a positive number.
+    """
+    scales = [part.input_scale() for part in weight.parts if part.input_scale is not None]
+    return max(scales) if len(scales) == len(weight.parts) else None
+
+
 def _stored(part: StoredPart, device: torch.device) -> Fp8Rows | None:
     """Return the codes and scales of a part that is stored as FP8, which has a scale for each 64; None for others."""
     if part.type_name != "FP8":

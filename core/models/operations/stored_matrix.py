@@ -24,6 +24,8 @@ class StoredPart(NamedTuple):
     depth: int  # numbers in a row
     library: CpuLibrary | None = None  # the C kernels for dequantizing; None = NumPy is used
     release: Callable[[], None] | None = None  # lets the data's memory be reclaimed; the data can be read again
+    #: Reads the scale that the file has for the inputs of the matrix's products, in FP8. None: it has none.
+    input_scale: Callable[[], float] | None = None
 
     @property
     def rows(self) -> int:

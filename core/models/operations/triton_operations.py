@@ -17,7 +17,7 @@ import triton
 from core.models.config import Activation, HeadSizes, LatentParts, ModelConfig
 from core.models.layers.layer_kinds import cached_layers, kinds, places_of_parts, windows
 from core.models.layers.rotary import axes_of_pairs, of_each_kind, rotary_embeddings
-from core.models.operations.fp8_matrix import fp8_matrix
+from core.models.operations.fp8_matrix import fp8_matrix, input_scale
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
@@ -164,6 +164,7 @@ class TritonOperations:
         self.is_exact = is_exact
         self._product: DeviceProduct = ordered_product if is_exact else torch_product
         self._scratch = Scratch()
+        self._input_scales = list[float]()  # that files have for products in FP8, in the order in which these are built
         self._lora: tuple[TokenAdapters, LoraWork] | None = None  # of the last step with adapters
         axes = axes_of_pairs(config)
         self._axes = None if axes is None else self._send(np.concatenate((axes, axes)))  # of both halves of heads
@@ -183,11 +184,13 @@ class TritonOperations:
     @property
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
-        if not self._cache_type.stored_as:
-            return self._kernels
-        name = f"{self._kernels} kv={self._cache_type.stored_as}"
+        name = self._kernels
         # A model's fingerprint comes from some pages of its files, which may not have its scales.
-        return f"{name}.{zlib.crc32(np.array(self._kv_scales, '<f8').tobytes()):08x}" if self._kv_scales else name
+        if self._input_scales:
+            name += f" inputs={_digest(self._input_scales)}"
+        if self._cache_type.stored_as:
+            name += f" kv={self._cache_type.stored_as}" + (f".{_digest(self._kv_scales)}" if self._kv_scales else "")
+        return name
 
     @property
     def _kernels(self) -> str:
@@ -234,7 +237,9 @@ class TritonOperations:
     def _linear(self, weight: StoredMatrix, bias: Floats | None, out_dtype: Dtype, form: WeightForm) -> AnyLinear:
         shift, own, results = None if bias is None else self._send(bias), DTYPES[self._dtype], DTYPES[out_dtype]
         if form is WeightForm.FP8 and (rows := fp8_matrix(weight, self.device)) is not None:
-            return Fp8Linear(rows, shift, own, results)
+            scale = input_scale(weight)
+            self._input_scales += [] if scale is None else [scale]
+            return Fp8Linear(rows, shift, own, results, input_scale=scale)
         packed = pack(weight, form, self.device)
         if packed is None:
             return DeviceLinear(self._send(weight.dense(self._dtype)), shift, results, self._product)
@@ -515,6 +520,10 @@ class TritonOperations:
             for (kv_heads, head_dim), count in Counter(self._cached).items()
         ]
         return parts[0] if len(parts) == 1 else MixedTritonKVCache(parts, places_of_parts(self._cached))
+
+
+def _digest(scales: Sequence[float | Scales]) -> str:
+    return f"{zlib.crc32(np.array(scales, '<f8').tobytes()):08x}"
 
 
 # pack: a quantized weight matrix in the form that a GPU's products read. Imported for device=cuda only.

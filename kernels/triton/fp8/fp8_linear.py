@@ -14,16 +14,23 @@ _PACKED_BLOCK = BLOCK_SIZES["FP8"][0]  # weights with one scale in PackedRows
 class Fp8Linear:
     """The layer y = x @ weight.T + bias, with x quantized. bias [out] of any type; out_dtype: the result's."""
 
-    variant = f"triton-fp8.{ARITHMETIC}-block.{BLOCK}"
-
-    def __init__(self, weight: Fp8Rows, bias: torch.Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
-        """dtype: x's."""
-        self.weight, self.dtype, self.out_dtype = weight, dtype, out_dtype
+    def __init__(
+        self,
+        weight: Fp8Rows,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype,
+        *,
+        input_scale: float | None = None,
+    ) -> None:
+        """dtype: x's. input_scale: of x; None = each 128 neighbours have their own."""
+        self.weight, self.dtype, self.out_dtype, self.input_scale = weight, dtype, out_dtype, input_scale
         self.bias = None if bias is None else bias.to(out_dtype)
+        self.variant = f"triton-fp8.{ARITHMETIC}-block.{BLOCK}{'' if input_scale is None else '-given'}"
 
     def in_own_dtype(self) -> "Fp8Linear":
         """Return the same layer with results of x's dtype."""
-        return Fp8Linear(self.weight, self.bias, self.dtype, self.dtype)
+        return Fp8Linear(self.weight, self.bias, self.dtype, self.dtype, input_scale=self.input_scale)
 
     def with_whole_inputs(self) -> DeviceLinear | PackedLinear:
         """Return the layer with the same weights for x that is not quantized."""
@@ -37,4 +44,4 @@ class Fp8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x [T, in] -> [T, out] with out_dtype."""
         out = torch.empty(len(x), len(self.weight.codes), dtype=self.out_dtype, device=x.device)
-        return fp8_product(x.contiguous(), self.weight, self.bias, out)
+        return fp8_product(x.contiguous(), self.weight, self.bias, out, scale=self.input_scale)

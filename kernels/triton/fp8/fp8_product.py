@@ -10,7 +10,8 @@ and then the bias. This is defined, whatever the shape of the tiles, if a part's
 all tiles have at least 64 weights, so that Hopper computes them by one kind of instruction, `wgmma`, which adds 32
 products at a time. (Its `mma.sync` for smaller tiles keeps 25 bits: arXiv 2511.10909.)
 
-x is quantized as it comes, each 128 numbers of a row by themselves: its scale is their largest size over 448.
+x is quantized as it comes, each 128 numbers of a row by themselves: its scale is their largest size over 448. Or one
+scale is given for all of x; then larger numbers than 448 times the scale become that.
 """
 
 from typing import NamedTuple
@@ -61,15 +62,17 @@ class Fp8Rows(NamedTuple):
 
 # fmt: off
 @triton.jit(do_not_specialize=["num_rows"])
-def quantize_kernel(x, codes, scales, num_rows, depth, width, ROWS: tl.constexpr):
-    """Quantize one block of ROWS rows in each program. width: of a row of codes."""
+def quantize_kernel(x, codes, scales, given, num_rows, depth, width, ROWS: tl.constexpr, IS_GIVEN: tl.constexpr):
+    """Quantize one block of ROWS rows in each program. given: the scale, if there is one. width: of a row of codes."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     block = tl.program_id(1)
     column = block * _BLOCK + tl.arange(0, _BLOCK)
     there = row < num_rows
     inside = there[:, None] & (column < depth)[None, :]
     numbers = tl.load(x + row[:, None] * depth + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.max(tl.abs(numbers), 1), _LARGEST)
+    scale = tl.full((ROWS,), 1.0, tl.float32) * given
+    if not IS_GIVEN:
+        scale = tl.div_rn(tl.max(tl.abs(numbers), 1), _LARGEST)
     divisor = tl.where(scale == 0.0, 1.0, scale)
     quotients = tl.div_rn(numbers, tl.broadcast_to(divisor[:, None], (ROWS, _BLOCK)))
     tl.store(codes + row[:, None] * width + column[None, :], to_e4m3(quotients), mask=there[:, None])
@@ -108,10 +111,10 @@ def rows_of_a_program(num_rows: int) -> tuple[int, int]:
     return (16, 4) if num_rows > 16 else (1, 1)
 
 
-def quantized(x: torch.Tensor) -> Fp8Rows:
-    """Return numbers [rows, depth] of any floating type as E4M3 and scales.
+def quantized(x: torch.Tensor, scale: float | None = None) -> Fp8Rows:
+    """Return numbers [rows, depth] of any floating type as E4M3 and scales. scale: of all; None = each block's own.
 
-    Numbers that are not finite become NaN, and with an infinite one its block does.
+    Numbers that are not finite become NaN, and with an infinite one its block does, if it has a scale of its own.
     """
     assert x.is_contiguous(), x.stride()
     (num_rows, depth), device = x.shape, x.device
@@ -121,7 +124,16 @@ def quantized(x: torch.Tensor) -> Fp8Rows:
     rows, warps = rows_of_a_program(num_rows)
     if num_rows:
         quantize_kernel[(ceil_div(num_rows, rows), blocks)](
-            x, codes, scales, num_rows, depth, blocks * BLOCK, ROWS=rows, num_warps=warps
+            x,
+            codes,
+            scales,
+            1.0 if scale is None else scale,
+            num_rows,
+            depth,
+            blocks * BLOCK,
+            ROWS=rows,
+            IS_GIVEN=scale is not None,
+            num_warps=warps,
         )
     return Fp8Rows(codes, scales, depth)
 
@@ -132,17 +144,24 @@ def fp8_tile(num_rows: int) -> ProductTile:
 
 
 def fp8_product(
-    x: torch.Tensor, weight: Fp8Rows, bias: torch.Tensor | None, out: torch.Tensor, tile: ProductTile | None = None
+    x: torch.Tensor,
+    weight: Fp8Rows,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: ProductTile | None = None,
+    *,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Quantize x [T, in], write its product with weight [out, in] plus bias into out [T, out], and return out.
 
-    Results are rounded once to out's dtype. bias has any. tile: None = as the number of rows needs.
+    Results are rounded once to out's dtype. bias has any. tile: None = as the number of rows needs. scale: see
+    quantized().
     """
     num_rows, num_columns = out.shape
     assert out.stride(1) == 1, out.stride()
     if not num_rows:
         return out
-    tile, given = tile or fp8_tile(num_rows), quantized(x)
+    tile, given = tile or fp8_tile(num_rows), quantized(x, scale)
     fp8_product_kernel[(ceil_div(num_rows, tile.rows) * ceil_div(num_columns, tile.columns),)](
         given.codes.view(torch.float8_e4m3fn),
         given.scales,

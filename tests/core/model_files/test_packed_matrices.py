@@ -255,6 +255,7 @@ def test_what_does_not_fit_is_named(
         ({"quant_method": "awq", "version": "gemv"}, "version='gemv'"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:fp8"}, "packing_format='auto_round:fp8'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4' is not supported; supported: .FP8."),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24'"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"format": "mxfp6-pack-quantized"}}},
@@ -282,6 +283,7 @@ def test_what_cannot_be_read_is_refused_by_name(
         ({"quant_method": "auto-round", "packing_format": "auto_round"}, "gptq_v2"),
         ({"quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}, "awq"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed-tensors"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),

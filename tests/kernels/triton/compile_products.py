@@ -54,11 +54,13 @@ class Fp8Product(NamedTuple):
 
 
 def quantizers(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """What quantizes rows for them: many; every: few, too."""
-    types = {"x": HALF, "codes": "*u8", "scales": FLOAT, **dict.fromkeys(("num_rows", "depth", "width"), "i32")}
+    """What quantizes rows for them: many, with their own scales; every: few, too, and with one that is given."""
+    sizes = dict.fromkeys(("num_rows", "depth", "width"), "i32")
+    types = {"x": HALF, "codes": "*u8", "scales": FLOAT, "given": "fp32", **sizes}
     for num_rows in (1, 99) if every else (99,):
         rows, warps = fp8_product.rows_of_a_program(num_rows)
-        yield fp8_product.quantize_kernel, types, {"ROWS": rows}, {"num_warps": warps}
+        for is_given in (False, True) if every else (False,):
+            yield fp8_product.quantize_kernel, types, {"ROWS": rows, "IS_GIVEN": is_given}, {"num_warps": warps}
 
 
 def each_fp8_product(*, every: bool) -> Iterator[Fp8Product]:
