@@ -385,10 +385,12 @@ class CudaMemory:
         size = most_work(self._token_budget(), self.num_rows, self._operations.group_size, ceil_div(length, SPLIT))
         none = [torch.full((count,), -1, dtype=torch.int32, device=device) for count in size[:3]]
         rows, alone, tiles = none
-        work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits)
+        lasts = rows if self._most_whole else None
+        work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits, lasts=lasts)
         kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        hidden = model.hidden_states(ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0]))
+        inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)))
+        hidden = model.hidden_states(inputs)
         hidden.clone()  # graphs have their results in common
 
     @torch.inference_mode()

@@ -398,7 +398,7 @@ class Llama:
         added = given.rows[:, (index + 1) * width : (index + 2) * width]
         if not added.shape[1]:
             return
-        rows = self.operations.pick(hidden, given.places) + added
+        rows = self.operations.pick(hidden, given.places.clamp_min(0)) + added
         self._put(hidden, given.places, rows)
         if index + 1 < len(self.layers):
             self._put(x, given.places, self.layers[index + 1].input_norm(rows))

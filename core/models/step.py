@@ -18,7 +18,7 @@ ONCE = 0
 class GivenRows(NamedTuple):
     """Embeddings that replace those of tokens of a step on a device, and what is added to their hidden states later."""
 
-    places: Tensor  # [F] int64 indices of the tokens, ascending
+    places: Tensor  # [F] int64 indices of the tokens, ascending; then -1 for rows that are padding
     rows: Tensor  # [F, (1 + deep) * hidden] float32
 
 

@@ -28,7 +28,7 @@ from core.runner.device_columns import (
     step_columns,
     trial_columns,
 )
-from core.runner.device_features import DeviceFeatures, SentFeatures
+from core.runner.device_features import DeviceFeatures, FeatureBuffers, SentFeatures
 from core.runner.device_states import DeviceRowStates, PendingStates
 from core.runner.device_tables import DeviceLogits, DeviceTables, normalize_on_device
 from core.runner.drafter import Drafter, RanStep, StepStates
@@ -134,6 +134,7 @@ class CudaModelRunner(ModelRunner):
         self._tapped: torch.Tensor | None = None  # [T, taps * width] of the last step, if the model is tapped
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
         self._features = DeviceFeatures(self._feature_rows, self._tables, turns=model.config.rope_axes is not None)
+        self._buffers: FeatureBuffers | None = None  # of graphs
         self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._row_states = None if states is None else DeviceRowStates(states, self._tables, self._host)
@@ -169,6 +170,7 @@ class CudaModelRunner(ModelRunner):
             return
         num_rows = len(self._tables.tokens)
         if self.states is None:
+            self._buffers = self._features.buffers()
             self.mixed = MixedGraphs(
                 self._compute_mixed,
                 self._tables.blocks,
@@ -178,6 +180,7 @@ class CudaModelRunner(ModelRunner):
                 group_size=self._group_size,
                 width=self._hidden_width,
                 most_splits=self._most_splits,
+                features=self._buffers,
             )
             self.mixed.capture_all()
         self.graphs.capture_all(self.graphs.sizes(num_rows, self.most_alone - num_rows if drafts else 0))
@@ -401,8 +404,8 @@ class CudaModelRunner(ModelRunner):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample.
 
-        saves: see DeviceRowStates.begin(). No graph has features, or adapters, because how many tiles of tokens these
-        have differs from step to step.
+        saves: see DeviceRowStates.begin(). No graph has adapters, because how many tiles of tokens these have differs
+        from step to step.
         """
         work = work_columns(*columns.pieces, self._group_size)
         sent = self._tables.send_columns(
@@ -424,8 +427,8 @@ class CudaModelRunner(ModelRunner):
         step = TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, shared, common, lasts)
         after = None if saves is None else stored
         hidden = None
-        if adapters is None and features is None:
-            hidden = self._replayed(step, after)
+        if adapters is None:
+            hidden = self._replayed(step, after, features)
         if hidden is None:
             requests = None if self._row_states is None else self._row_states.of_step(columns, after)
             hidden = self._forward(step, requests, adapters, features)
@@ -433,12 +436,16 @@ class CudaModelRunner(ModelRunner):
             hidden, self._tapped = hidden.tensor_split((self._width,), 1)
         return hidden, logits_rows
 
-    def _replayed(self, work: TritonWork, saves: torch.Tensor | None) -> torch.Tensor | None:
+    def _replayed(
+        self, work: TritonWork, saves: torch.Tensor | None, features: SentFeatures | None
+    ) -> torch.Tensor | None:
         """Return the hidden states [T, hidden] of a step that has a graph; None: it has none.
 
-        saves: see DeviceStates. Of graphs, those of steps with drafts store states.
+        saves: see DeviceStates. Of graphs, those of steps with drafts store states. Those of steps with prompts have
+        features.
         """
-        if (graphs := self.graphs) is not None and len(work.decode_tokens) == work.num_rows:
+        is_decode = features is None and len(work.decode_tokens) == work.num_rows
+        if (graphs := self.graphs) is not None and is_decode:
             shares, has_common = work.shared is not None, work.common is not None
             size = graphs.size_of(work.num_rows, work.num_splits, shares=shares, has_common=has_common)
             if graphs.fits(size) and (shares or saves is None):
@@ -446,8 +453,8 @@ class CudaModelRunner(ModelRunner):
                 if work.shared is not None:
                     drafted = Drafted(work.shared, torch.full_like(work.rows, -1) if saves is None else saves)
                 return graphs(work.rows, work.positions, work.num_splits, drafted, work.common)
-        if self.mixed is not None and (mixed_size := self.mixed.size_of(work)) is not None:
-            return self.mixed(work, mixed_size)
+        if self.mixed is not None and (mixed_size := self.mixed.size_of(work, features)) is not None:
+            return self.mixed(work, mixed_size, features)
         return None
 
     def decode(
@@ -473,7 +480,8 @@ class CudaModelRunner(ModelRunner):
 
     def _compute_mixed(self, work: TritonWork, hidden: torch.Tensor) -> None:
         """Compute a step's hidden states [T, hidden], padding included, with what is on the device."""
-        hidden.copy_(self._forward(work, None))
+        features = None if self._buffers is None else self._buffers.of_graph(work.num_rows)
+        hidden.copy_(self._forward(work, None, features=features))
 
     def _forward(
         self,

@@ -10,6 +10,7 @@ from core.models.step import GivenRows
 from core.runner.device_tables import DeviceTables
 from core.runner.feature_rows import FeatureRows, StepTokens
 from ipc.tables.arrays import Ints
+from kernels.triton.attention_work import TritonWork
 
 
 class SentFeatures(NamedTuple):
@@ -31,7 +32,7 @@ class DeviceFeatures:
     def __init__(self, rows: FeatureRows, tables: DeviceTables, *, turns: bool) -> None:
         """turns: whether tokens of images have three positions (config.rope_axes)."""
         self._rows, self._tables = rows, tables
-        count, device = len(tables.tokens), tables.device
+        count, device, self.turns = len(tables.tokens), tables.device, turns
         self._shifts = torch.zeros(count, dtype=torch.int32, device=device) if turns else None
 
     def begin(self, plan: SchedulerOutput) -> None:
@@ -66,3 +67,59 @@ class DeviceFeatures:
         if self._shifts is None:
             return None
         return positions + self._shifts[rows.clamp_min(0).long()]
+
+    def buffers(self) -> "FeatureBuffers | None":
+        """Return what graphs of steps with prompts read of features; None: no image is encoded."""
+        encoder = self._rows.encoder
+        if encoder is None:
+            return None
+        return FeatureBuffers(self, self._tables.device, width=encoder.width, sees_later=encoder.sees_whole)
+
+
+#: Positions of a token of an image whose rows form a grid.
+_AXES = 3
+
+
+class FeatureBuffers:
+    """What graphs of steps with prompts read of a step's features, for as many tokens as the largest graph has.
+
+    A model that sees images has it in all of these graphs. Of a step without features it changes nothing: rows have no
+    places, heads are rotated by turned() and tokens see up to themselves.
+    """
+
+    def __init__(self, features: DeviceFeatures, device: torch.device, *, width: int, sees_later: bool) -> None:
+        """width: numbers of a feature's row. sees_later: whether tokens of an image see later ones."""
+        self._features, self._device, self._width, self._sees_later = features, device, width, sees_later
+
+    def allocate(self, num_tokens: int) -> None:
+        """Make room for the tokens of the largest graph."""
+        none = {"dtype": torch.int32, "device": self._device}
+        self._places = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
+        self._rows = torch.zeros((num_tokens, self._width), device=self._device)
+        self._turned = torch.zeros((num_tokens, _AXES), **none) if self._features.turns else None
+        self._lasts = torch.full((num_tokens,), -1, **none) if self._sees_later else None
+
+    def lasts(self, num_tokens: int) -> torch.Tensor | None:
+        """Return TritonWork.lasts of a graph of so many tokens."""
+        return None if self._lasts is None else self._lasts[:num_tokens]
+
+    def of_graph(self, num_tokens: int) -> SentFeatures:
+        """Return what a graph of so many tokens reads."""
+        turned = None if self._turned is None else self._turned[:num_tokens]
+        return SentFeatures(GivenRows(self._places[:num_tokens], self._rows[:num_tokens]), turned, None)
+
+    def fill(self, work: TritonWork, sent: SentFeatures | None) -> None:
+        """Write what a step has. sent: of its features; None: it has none."""
+        count, given, turned = work.num_rows, *((None, None) if sent is None else sent[:2])
+        self._places.fill_(-1)
+        if given is not None:
+            found, width = given.rows.shape
+            self._places[:found], self._rows[:found, :width] = given
+            self._rows[:found, width:] = 0
+        if self._turned is not None:
+            if turned is None:
+                turned = self._features.turned(work.rows, work.positions)
+            assert turned is not None, "heads of these models are turned by positions of their own"
+            self._turned[:count] = turned if turned.ndim > 1 else turned[:, None]
+        if self._lasts is not None:
+            self._lasts[:count] = work.positions if work.lasts is None else work.lasts

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
-from core.features.store import Features
+from core.features.store import Features, ImageEncoder
 from core.runner.step_inputs import StepInputs
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from ipc.wire.feature_messages import FeatureUse
@@ -48,6 +48,11 @@ class FeatureRows:
         # of rows that have any; empty in most steps, so they cost nothing
         self.of_row: dict[int, list[FeatureUse]] = {}
         self.grids: dict[int, list[FeatureUse]] = {}  # those of them whose rows form grids
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """Return what encodes images; None: no request has any."""
+        return None if self._features is None else self._features.encoder
 
     def add(self, row: int, uses: list[FeatureUse]) -> None:
         """Handle a row that starts."""

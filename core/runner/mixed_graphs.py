@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from core.runner.device_features import FeatureBuffers, SentFeatures
 from core.runner.graph_pool import GraphPool
 from ipc.tables.rounding import round_up
 from kernels.triton.attention_work import TritonWork, tile_tokens
@@ -69,12 +70,15 @@ class MixedGraphs:
         group_size: int,
         width: int,
         most_splits: int,
+        features: FeatureBuffers | None = None,
     ) -> None:
         """Allocate the shared buffers.
 
         tables: the block tables of all rows. num_tokens: the most tokens of a step. num_rows: the most rows of a step.
         group_size: query heads per KV head. width: length of a hidden state. most_splits: those of the longest context.
+        features: what graphs read of features; None: steps with features have no graphs.
         """
+        self._features = features
         self._run, self._tables, self._pool = run, tables, pool
         self._num_rows, self._tile_tokens = num_rows, tile_tokens(group_size)
         sizes = token_sizes(num_tokens)
@@ -84,6 +88,8 @@ class MixedGraphs:
         longest = round_up(max(max(self._room(count)) for count in sizes), 4)  # lists begin at multiples of 16 bytes
         self._inputs = torch.full((5, longest), -1, dtype=torch.int32, device=tables.device)
         self._hidden = torch.empty((sizes[-1], width), dtype=torch.float32, device=tables.device)
+        if features is not None:
+            features.allocate(sizes[-1])
         self.captured: dict[MixedSize, torch.cuda.CUDAGraph] = {}
 
     def capture_all(self) -> None:
@@ -93,9 +99,9 @@ class MixedGraphs:
             self._inputs.fill_(-1)
             self.captured[size] = self._pool.capture(partial(self._run, work, self._hidden[: size.num_tokens]))
 
-    def size_of(self, work: TritonWork) -> MixedSize | None:
-        """Return the size of the graph for this step; None: it is launched kernel by kernel."""
-        if work.shared is not None or work.common is not None or work.lasts is not None:
+    def size_of(self, work: TritonWork, sent: SentFeatures | None = None) -> MixedSize | None:
+        """Return the size of the graph for this step; None: it is launched kernel by kernel. sent: its features."""
+        if work.shared is not None or work.common is not None or (sent is not None and self._features is None):
             return None
         lists = len(work.rows), len(work.decode_tokens), len(work.tile_tokens)
         fitting = (
@@ -106,13 +112,15 @@ class MixedGraphs:
         )
         return next(fitting, None)
 
-    def __call__(self, work: TritonWork, size: MixedSize) -> torch.Tensor:
+    def __call__(self, work: TritonWork, size: MixedSize, sent: SentFeatures | None = None) -> torch.Tensor:
         """Return the hidden states [T, width] of a step. The next call overwrites them. size: from size_of()."""
         count = len(work.rows)
         self._inputs.fill_(-1)
         lists = work.rows, work.positions, work.decode_tokens, work.tile_tokens, work.tile_counts
         for target, given in zip(self._inputs, lists, strict=True):
             target[: len(given)] = given
+        if self._features is not None:
+            self._features.fill(work, sent)
         self.captured[size].replay()
         return self._hidden[:count]
 
@@ -125,7 +133,8 @@ class MixedGraphs:
         rows, positions, alone, firsts, counts = (
             column[:length] for column, length in zip(self._inputs, lengths, strict=True)
         )
-        return TritonWork(rows, positions, self._tables, alone, firsts, counts, size.num_splits)
+        work = TritonWork(rows, positions, self._tables, alone, firsts, counts, size.num_splits)
+        return work if self._features is None else work._replace(lasts=self._features.lasts(tokens))
 
 
 def token_sizes(num_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Rows of embedding tables in Triton: scaled, with those of kinds and positions; and inputs of single layers."""
+"""Rows of embeddings in Triton: of tables, with those of kinds and positions; given ones; inputs of single layers."""
 
 import torch
 import triton
@@ -72,6 +72,31 @@ def embedding(
             HAS_KINDS=kinds is not None,
         )
     return out
+
+
+# Rows that are given for some tokens.
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["stride"])
+def put_kernel(places, rows, target, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Write BLOCK numbers of one row in each program, if the row has a place."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.load(places + row)
+    inside = column < tl.where(place >= 0, WIDTH, 0)
+    numbers = tl.load(rows + row * stride + column, mask=inside, other=0.0)
+    tl.store(target + tl.maximum(place, 0) * WIDTH + column, numbers.to(target.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+def put_rows(target: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows [n, d] to these distinct places [n] int64 of target [T, d], which is contiguous. -1 = padding."""
+    (count, width), block = rows.shape, min(_MAX_BLOCK, power_of_2(rows.shape[1]))
+    assert target.is_contiguous(), target.stride()
+    assert rows.stride(1) == 1, rows.stride()
+    if count:
+        put_kernel[(count, triton.cdiv(width, block))](places, rows, target, rows.stride(0), WIDTH=width, BLOCK=block)
 
 
 # The inputs that each layer has for each token (kernels/cpu/c/layers/per_layer.h defines them).

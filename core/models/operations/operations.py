@@ -317,7 +317,7 @@ class GivingOperations(Protocol):
     """Additional methods of operations that run layers one by one and whose models read features."""
 
     def put(self, target: Tensor, places: Tensor, rows: Tensor) -> None:
-        """Write rows [n, d] to these distinct places [n] int64 of target [T, d], in place."""
+        """Write rows [n, d] to these distinct places [n] int64 of target [T, d], in place. -1 = padding."""
 
 
 def choose_operations(

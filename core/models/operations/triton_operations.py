@@ -41,7 +41,7 @@ from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared, xielu
 from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, whole_prompts
 from kernels.triton.decode_attention import decode_attention
-from kernels.triton.embedding import TritonPerLayerInputs, embedding
+from kernels.triton.embedding import TritonPerLayerInputs, embedding, put_rows
 from kernels.triton.fp8.fp8_linear import Fp8Linear
 from kernels.triton.gated_activation import clamped_silu_mul, gelu_erf_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import MixedTritonKVCache, TritonKVCache
@@ -444,7 +444,7 @@ class TritonOperations:
 
     def put(self, target: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to these places of target."""
-        target.index_copy_(0, places, rows)
+        put_rows(target, places, rows)
 
     def pick(self, hidden: torch.Tensor, rows: Tensor) -> torch.Tensor:
         """Return these rows of hidden."""

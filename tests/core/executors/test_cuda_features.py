@@ -70,17 +70,18 @@ PROMPTS: list[tuple[list[int], dict[int, int]]] = [
 class Encoder(SquareEncoder):
     """Its images are rows of random numbers, with others for the first layer where they form a grid."""
 
-    image_size, num_rows, width = 4, ROWS, WIDTH
+    image_size, num_rows = 4, ROWS
 
     def __init__(self, kind: str) -> None:
         self.sees_whole, self._is_grid = kind != "grids", kind == "grids"
+        self.width = WIDTH * (1 + self._is_grid)
 
     def grid_of(self, shape: Any) -> tuple[int, int]:
         return super().grid_of(shape)[0], COLUMNS if self._is_grid else 0
 
     def encode(self, pixels: UInt8s) -> Floats:
         rng = np.random.default_rng(int(pixels[0, 0, 0]))
-        return rng.standard_normal((ROWS, WIDTH * (1 + self._is_grid)), np.float32) * np.float32(0.5)
+        return rng.standard_normal((ROWS, self.width), np.float32) * np.float32(0.5)
 
 
 def image(number: int, place: int) -> PlacedFeature:

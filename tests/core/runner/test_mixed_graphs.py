@@ -104,6 +104,15 @@ def test_lists_of_work_are_padded_and_the_smallest_graph_is_used() -> None:
         assert graphs.size_of(work) is None, "it is launched kernel by kernel"
 
 
+def with_mixed_graphs(runner: Any, num_tokens: int) -> RecordingPool:
+    """Give a runner graphs for its steps with prompts of up to so many tokens, and none for others."""
+    pool = RecordingPool()
+    runner._graph_pool, runner.graphs = pool, type("None", (), {"capture_all": int, "sizes": lambda *_: 0})
+    runner.capture_graphs(drafts=False, num_tokens=num_tokens)
+    runner.graphs = None
+    return pool
+
+
 def test_a_runner_gives_the_same_bits_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks next to rows that decode, beyond a split; nothing is captured once it is ready."""
     use_splits(32, monkeypatch)
@@ -120,10 +129,7 @@ def test_a_runner_gives_the_same_bits_with_graphs(monkeypatch: pytest.MonkeyPatc
 
     def with_graphs(*given: Any) -> Any:
         made: Any = plain(*given)
-        pool: Any = RecordingPool()
-        made._graph_pool, made.graphs = pool, type("None", (), {"capture_all": pools.append, "sizes": lambda *_: pool})
-        made.capture_graphs(drafts=False, num_tokens=32)
-        made.graphs = None
+        pools.append(with_mixed_graphs(made, 32))
         return made
 
     monkeypatch.setattr(engine, "runner", with_graphs)

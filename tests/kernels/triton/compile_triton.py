@@ -142,6 +142,11 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"WIDTH": 576, "BLOCK": 1024, "HAS_PLACES": True, "HAS_KINDS": True},
     ),
     (
+        embedding.put_kernel,
+        {"places": LONG, "rows": FLOAT, "target": HALF, "stride": "i32"},
+        {"WIDTH": 576, "BLOCK": 1024},
+    ),
+    (
         embedding.per_layer_kernel,
         {
             "x": HALF,
