@@ -83,6 +83,8 @@ class CudaModelRunner(ModelRunner):
     (penalties, bad words) read earlier tokens.
     """
 
+    _buffers: FeatureBuffers | None = None  # of captured graphs
+
     def __init__(
         self,
         model: Llama,
@@ -134,7 +136,6 @@ class CudaModelRunner(ModelRunner):
         self._tapped: torch.Tensor | None = None  # [T, taps * width] of the last step, if the model is tapped
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
         self._features = DeviceFeatures(self._feature_rows, self._tables, turns=model.config.rope_axes is not None)
-        self._buffers: FeatureBuffers | None = None  # of graphs
         self._shares_blocks = shares_blocks
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._row_states = None if states is None else DeviceRowStates(states, self._tables, self._host)
