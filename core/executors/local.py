@@ -296,7 +296,7 @@ def adapted_matrices(
     if shard is not None or stage is not None:
         sizes = read_model_config(resolve_model(config.model), config.mmproj)
         layers = range(sizes.num_hidden_layers) if stage is None else range(*stage.layers(sizes))
-        part = AdaptedPart(layers, {} if shard is None else shard.adapted_rows(sizes))
+        part = AdaptedPart(layers, () if shard is None else shard.adapted_rows(sizes))
     return AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes), part=part)
 
 

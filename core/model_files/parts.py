@@ -94,6 +94,12 @@ def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, 
         raise ConfigError(f"device='cuda' with several workers does not support {refused}: leave one of the two out")
 
 
+def _is_nested(model: ModelConfig) -> bool:
+    """Return whether ranks can have whole KV heads in all layers: of two numbers of them, one is a multiple."""
+    counts = sorted({model.heads_of(layer).num_key_value_heads for layer in range(model.num_hidden_layers)})
+    return all(count % counts[0] == 0 for count in counts)
+
+
 def part_option(num_ranks: int) -> str:
     """Return the option that makes a process compute a part of a model only. num_ranks: 1 = as a stage."""
     return "pipeline_parallel_size" if num_ranks == 1 else "tensor_parallel_size"
@@ -106,10 +112,11 @@ def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
         "latent attention": model.latent is not None and is_on_device,
         "a cap of its logits": model.logits_cap is not None and is_on_device,
         "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
-        "layers with other heads": model.full_heads is not None,
-        "layers that share K and V": model.num_shared_layers > 0,
-        "inputs of single layers": model.per_layer is not None,
-        "normalised values": model.value_norm,
+        "layers with other heads": model.full_heads is not None and (is_on_device or not _is_nested(model)),
+        "layers that share K and V": model.num_shared_layers > 0 and is_on_device,
+        "inputs of single layers": model.per_layer is not None and is_on_device,
+        "normalised values": model.value_norm and is_on_device,
+        "hidden states in several streams": model.streams is not None,
         "a table of positions": model.position_table,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

@@ -58,7 +58,7 @@ def cpu_decoder(
         float_norm=_norm(float_norm),
         head=None if head is None else _matrix(head),
         tables=operations.tables,
-        num_heads=config.num_attention_heads if rank is None else rank.shard.heads(config)[0].length,
+        num_heads=config.num_attention_heads if rank is None else rank.shard.heads(config).length,
         residual_multiplier=config.residual_multiplier,
         logits_cap=config.logits_cap,
         group=None if rank is None else _group(config, rank),
@@ -72,38 +72,52 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
     shard = rank.shard
     assert isinstance(rank.memory, SharedMemory | SeparateMemory), type(rank.memory)
     every = [shard._replace(rank=one) for one in range(shard.size)]
+    recurrent, experts, layers = config.recurrent, config.experts, range(config.num_hidden_layers)
 
     def columns(width: int) -> Ints:
         return np.array([*(one.columns(width).first for one in every), width], np.int64)
 
-    heads = np.array([*(one.heads(config)[0].first for one in every), config.num_attention_heads], np.int64)
-    own = None if config.recurrent is None else _recurrences(every, shard.rank, config.recurrent)
-    experts = config.experts
+    heads = np.array([*(one.heads(config).first for one in every), config.num_attention_heads], np.int64)
+
+    def attended(layer: int) -> Ints:
+        if recurrent is not None and layer in recurrent.layers:
+            return _recurred(every, recurrent)
+        return heads * (config.heads_of(layer).head_dim if config.latent is None else config.latent.value_dim)
+
+    own = max(shard.heads(config).length * config.heads_of(layer).head_dim for layer in layers)
+    if recurrent is not None:
+        own = max(own, _own_recurred(shard, recurrent))
     return DecoderGroup(
         rank.memory,
         shard.rank,
         shard.size,
-        own_attended=shard.heads(config)[0].length * config.head_dim,
-        attended=heads * (config.head_dim if config.latent is None else config.latent.value_dim),
+        own_attended=own,
+        attended=[attended(layer) for layer in layers],
         hidden=columns(config.hidden_size),
-        gated=columns(config.intermediate_size),
+        gated=[columns(config.mlp_size(layer)) for layer in layers],
         vocabulary=columns(config.vocab_size),
         expert_gated=columns(0 if experts is None else experts.intermediate_size),
         shared_gated=columns(0 if experts is None else experts.shared_size),
-        recurrences=own,
+        recurrences=None if recurrent is None else _recurrences(recurrent),
     )
 
 
-def _recurrences(every: Sequence[Shard], rank: int, whole: RecurrentParts) -> RecurrencePlaces:
-    """Return where the columns of recurrences are in their results. every: the shards of all ranks."""
-    parts, count, width = [one.recurrent(whole) for one in every], num_turns(whole), whole.sizes.out_width
-    has_common_norm = whole.kind == "state space"
-    return RecurrencePlaces(
-        own=width if has_common_norm else parts[rank].columns.length * count,
-        columns=np.array([*(one.columns.first for one in parts), width // count], np.int64),
-        num_turns=count,
-        norm_size=width // whole.num_groups if has_common_norm else 0,
-    )
+def _recurred(every: Sequence[Shard], whole: RecurrentParts) -> Ints:
+    """Return where the columns of recurrences are in a part of a row. every: the shards of all ranks."""
+    width = whole.sizes.out_width // num_turns(whole)
+    return np.array([*(one.recurrent(whole).columns.first for one in every), width], np.int64)
+
+
+def _own_recurred(shard: Shard, whole: RecurrentParts) -> int:
+    """Return how many columns of a recurrence's result a rank needs: its own, or all if their norm is common."""
+    if whole.kind == "state space":
+        return whole.sizes.out_width
+    return shard.recurrent(whole).columns.length * num_turns(whole)
+
+
+def _recurrences(whole: RecurrentParts) -> RecurrencePlaces:
+    size = whole.sizes.out_width // whole.num_groups
+    return RecurrencePlaces(num_turns(whole), norm_size=size if whole.kind == "state space" else 0)
 
 
 def _parts(layer: Layer) -> LayerParts:

@@ -32,6 +32,7 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.lora import LoraRows
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.per_layer import CpuPerLayerInputs
+from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import (
     KindArguments,
@@ -152,12 +153,14 @@ class CpuDecoder:
         self._memory, self._vocab_size = group.memory, int(group.vocabulary[-1])
         self._places, self._group = group, group.arguments  # the C struct points into the first one
         self._decoder.group = ctypes.addressof(self._group)
-        own, recurrences = group.own_attended, group.recurrences
-        wide = own if recurrences is None else max(own, recurrences.own)
-        self._widths["own_attended"] = wide
+        for layer, attended, gated in zip(self._layers, group.attended, group.gated, strict=True):
+            layer.attended, layer.gated = group.place(attended), group.place(gated)
+        self._widths["own_attended"] = group.own_attended
         if latent_of(self._kept[0][0]) is None:
-            self._widths["q"] = own
-        self._recurred_width = 0 if recurrences is None or not recurrences.norm_size else int(recurrences.columns[-1])
+            self._widths["q"] = group.own_attended
+        if group.recurrences is not None and group.recurrences.norm_size:
+            recurring = [isinstance(parts.mix, CpuRecurrence) for parts in self._kept[0]]
+            self._recurred_width = int(self._layers[recurring.index(True)].attended.width)
 
     def _point_to_parts(self, layers: Sequence[LayerParts]) -> None:
         """Point the layers to experts alongside their MLPs, and to what they make of their own inputs."""

@@ -27,7 +27,7 @@ class SharedMemory:
 
     _NAMES = (
         *("embedded", "attended", "recurred", "gated", "expert_gated", "shared_gated", "added"),
-        *("logits", "largest", "asked"),
+        *("logits", "largest", "asked", "tail_picked"),
     )
 
     def __init__(self, fd: int) -> None:
@@ -87,10 +87,8 @@ class SeparateMemory:
 
 
 class RecurrencePlaces(NamedTuple):
-    """Where the rank's columns of recurrences are, as in DecoderGroup."""
+    """How ranks share the results of recurrences, as in DecoderGroup."""
 
-    own: int  # width of a row that the rank needs: of its columns, or of all if its norm is common
-    columns: Ints  # in a part of a row
     num_turns: int  # parts of a row
     norm_size: int  # numbers that have one norm, which is common to ranks; 0: norms are of heads
 
@@ -98,33 +96,30 @@ class RecurrencePlaces(NamedTuple):
 class DecoderGroup(NamedTuple):
     """The group that a decoder belongs to.
 
-    Places are the first columns of all ranks, and the total number of columns.
+    Places are the first columns of all ranks, and the total number of columns. Those of layers are by layer.
     """
 
     memory: SharedMemory | SeparateMemory
     rank: int
     size: int
-    own_attended: int  # columns of the rank's heads
-    attended: Ints
+    own_attended: int  # the most columns of a layer's attention that the rank needs
+    attended: Sequence[Ints]  # of heads; of a recurrence, of a part of a row
     hidden: Ints
-    gated: Ints
+    gated: Sequence[Ints]
     vocabulary: Ints
     expert_gated: Ints  # of each routed expert
     shared_gated: Ints  # of the shared expert
     recurrences: RecurrencePlaces | None = None
 
+    def place(self, bounds: Ints) -> Place:
+        """Return the C struct of places, which points into them."""
+        return Place(bounds[self.rank], bounds[-1], bounds.ctypes.data)
+
     @property
     def arguments(self) -> GroupArguments:
         """Return the C struct."""
         recurrences = self.recurrences
-        recurred = self.attended if recurrences is None else recurrences.columns
-        places = [
-            Place(one[self.rank], one[-1], one.ctypes.data)
-            for one in (
-                *(self.attended, recurred, self.hidden, self.gated, self.vocabulary),
-                *(self.expert_gated, self.shared_gated),
-            )
-        ]
+        places = map(self.place, (self.hidden, self.vocabulary, self.expert_gated, self.shared_gated))
         words = int(self.vocabulary[self.rank + 1] - self.vocabulary[self.rank])
         ranks = Ranks(self.memory.state, self.memory.streams, self.rank, self.size)
         arguments = GroupArguments(ranks, *places, words)

@@ -199,6 +199,13 @@ class RowHeads(CStruct):
     _fields_ = (*_fields("heads kv_heads first_head first_kv_head", _INT32),)
 
 
+class Place(CStruct):
+    """Where a rank's columns are in a result of a group (group.h)."""
+
+    c_name = "Place"
+    _fields_ = (*_fields("first width", _INT64), ("bounds", _POINTER))
+
+
 class LayerArguments(CStruct):
     """One layer's weights and constants (decoder.h)."""
 
@@ -215,6 +222,7 @@ class LayerArguments(CStruct):
         ("layer_scale", _FLOAT),
         ("lacks_mlp", _INT32),
         *_fields("experts beside per_layer sinks latent recurrence output_gate", _POINTER),
+        *_fields("attended gated", Place),
     )
 
 
@@ -223,13 +231,6 @@ class BlockArguments(CStruct):
 
     c_name = "MakeBlocks"
     _fields_ = (*_fields("numbers blocks", _POINTER), ("num_blocks", _INT64), *_fields("dtype reserved", _INT32))
-
-
-class Place(CStruct):
-    """Where a rank's columns are in a result of a group (group.h)."""
-
-    c_name = "Place"
-    _fields_ = (*_fields("first width", _INT64), ("bounds", _POINTER))
 
 
 class GroupStreams(CStruct):
@@ -252,7 +253,7 @@ class GroupArguments(CStruct):
     c_name = "DecoderGroup"
     _fields_ = (
         ("ranks", Ranks),
-        *_fields("attended recurred hidden gated vocabulary expert_gated shared_gated", Place),
+        *_fields("hidden vocabulary expert_gated shared_gated", Place),
         *_fields("num_words num_turns norm_size", _INT64),
     )
 

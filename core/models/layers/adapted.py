@@ -35,13 +35,14 @@ _WITHOUT = ("own_gate", "own_out")
 
 
 class AdaptedPart(NamedTuple):
-    """What of a model a process computes: some layers, and of each matrix the rows in `rows`, by its name in a layer.
+    """What of a model a process computes: some layers, and of each matrix the rows in `rows`.
 
-    rows: (first, end) of each range; a matrix that is not named is whole.
+    rows: of each layer of the model, by the matrix's name in it, (first, end) of each range; a matrix that is not named
+    is whole. () = all are.
     """
 
     layers: Sequence[int]
-    rows: Mapping[str, Sequence[tuple[int, int]]]
+    rows: Sequence[Mapping[str, Sequence[tuple[int, int]]]]
 
 
 class AdaptedMatrices:
@@ -63,7 +64,7 @@ class AdaptedMatrices:
         """
         self.peft_layers, self.gguf_layers = peft_layers or {}, gguf_layers or {}
         self._operations, every = operations, range(config.num_hidden_layers)
-        self._part = part or AdaptedPart(every, {})
+        self._part = part or AdaptedPart(every, ())
         #: Of each layer, by product: its shape, and the names of its matrices.
         self._layers = [_shapes(config, index) for index in every]
         self._names = [_names(config, index) for index in every]
@@ -80,29 +81,35 @@ class AdaptedMatrices:
     def product_shapes(self) -> list[ProductShape]:
         """Return the shapes of the process's products, layer after layer."""
         return [
-            shape._replace(parts=tuple(map(self._num_rows, self._names[index][product], shape.parts)))
+            shape._replace(parts=self._num_rows(index, self._names[index][product], shape.parts))
             for index in self._part.layers
             for product, shape in self._layers[index].items()
         ]
 
-    def _num_rows(self, name: str, count: int) -> int:
-        """Return how many of a matrix's rows the process has. count: all."""
-        own = self._part.rows.get(name)
-        return count if own is None else sum(end - first for first, end in own)
+    def _num_rows(self, index: int, names: Sequence[str], counts: Sequence[int]) -> tuple[int, ...]:
+        """Return how many rows of these matrices of a layer the process has. counts: all."""
+        every = [self._rows_of(index, name) for name in names]
+        return tuple(
+            count if own is None else sum(end - first for first, end in own)
+            for own, count in zip(every, counts, strict=True)
+        )
+
+    def _rows_of(self, index: int, name: str) -> Sequence[tuple[int, int]] | None:
+        return self._part.rows[index].get(name) if self._part.rows else None
 
     def pack(self, weights: AdapterWeights) -> Any:
         """Return the adapter in the form that the model's operations use. Its matrices have the names of `shapes`."""
         assert self._operations is not None, "adapters are only read here"
         products = [
-            [self._own(name, weights.matrices.get(f"model.layers.{index}.{name}")) for name in names]
+            [self._own(index, name, weights.matrices.get(f"model.layers.{index}.{name}")) for name in names]
             for index in self._part.layers
             for names in self._names[index].values()
         ]
         return self._operations.pack_adapter(self.product_shapes, products)
 
-    def _own(self, name: str, matrix: LowRank | None) -> LowRank | None:
-        """Return what an adapter adds to the process's rows of a matrix."""
-        own = self._part.rows.get(name)
+    def _own(self, index: int, name: str, matrix: LowRank | None) -> LowRank | None:
+        """Return what an adapter adds to the process's rows of a matrix of a layer."""
+        own = self._rows_of(index, name)
         if matrix is None or own is None:
             return matrix
         return matrix._replace(b=np.concatenate([matrix.b[first:end] for first, end in own]))

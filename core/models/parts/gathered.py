@@ -68,7 +68,7 @@ class GatheredParts:
             return [one.columns(width).length for one in every]
 
         self._group, self._own_words = group, shard.columns(config.vocab_size)
-        self._attended = [one.heads(config)[0].length * config.head_dim for one in every]
+        self._attended = [one.heads(config).length * config.head_dim for one in every]
         self._hidden, self._words = widths(config.hidden_size), widths(config.vocab_size)
         self._gated = widths(config.intermediate_size)
         #: Of recurrent layers: the widths of the ranks' columns of a turn, and how many turns a row of results has.

@@ -1,5 +1,6 @@
 """Range: consecutive items, and the shares of ranks in them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -31,16 +32,22 @@ def part_of(count: int, rank: int, size: int, unit: int = 1) -> Range:
     return Range(first, last)
 
 
-def split_heads(num_heads: int, num_groups: int, rank: int, size: int) -> tuple[Range, Range]:
-    """Return a rank's heads, and their groups, of consecutive heads each: whole groups with all their heads.
+def split_heads(num_heads: int, counts: Sequence[int], rank: int, size: int) -> Range:
+    """Return a rank's heads, of groups of consecutive heads: whole groups with all their heads.
 
-    If there are fewer groups than ranks, several ranks have the same group and share its heads.
+    If there are fewer groups than ranks, several ranks have the same group and share its heads. counts: of the groups;
+    then of those that they consist of, if heads are grouped in several ways. Each is a multiple of the one before.
     """
+    num_groups, *finer = counts
     each = num_heads // num_groups
     if size <= num_groups:
-        groups = part_of(num_groups, rank, size)
-        return groups.times(each), groups
+        return part_of(num_groups, rank, size).times(each)
     owner = rank * num_groups // size
     ranks = [one for one in range(size) if one * num_groups // size == owner]
-    own = part_of(each, ranks.index(rank), len(ranks))
-    return own.moved(owner * each), Range(owner, owner + 1)
+    inner = [count // num_groups for count in finer] or [each]
+    return split_heads(each, inner, ranks.index(rank), len(ranks)).moved(owner * each)
+
+
+def groups_of(heads: Range, each: int) -> Range:
+    """Return the groups of `each` consecutive heads that these heads belong to."""
+    return Range(heads.first // each, -(-heads.last // each))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.models.config import RecurrentParts
-from core.models.parts.ranges import Range, part_of, split_heads
+from core.models.parts.ranges import Range, groups_of, part_of, split_heads
 
 #: What the rows of a matrix, or the elements of a vector, are of: queries, keys, values, gates, or one number for each
 #: head; x: channels of a short convolution. By the kind of layer, then by our name without the ending.
@@ -93,8 +93,8 @@ def part_of_recurrent(whole: RecurrentParts, rank: int, size: int) -> RecurrentP
         own = part_of(groups, rank, size)
         turns = tuple(own.moved(turn * groups) for turn in range(count))
         return RecurrentPart(whole, turns, own, own.times(whole.value_dim))
-    own, own_groups = split_heads(heads, groups, rank, size)
-    return RecurrentPart(whole, (own,), own_groups, own.times(whole.value_dim))
+    own = split_heads(heads, (groups,), rank, size)
+    return RecurrentPart(whole, (own,), groups_of(own, heads // groups), own.times(whole.value_dim))
 
 
 def num_turns(whole: RecurrentParts) -> int:

@@ -18,10 +18,11 @@ import pytest
 
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig
+from core.models.config import HeadSizes
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.weight_form import WeightForm
-from core.models.parts.ranges import part_of
+from core.models.parts.ranges import Range, part_of
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
 from core.models.step import ModelInputs, StepResult, TappedResult
@@ -73,6 +74,11 @@ MODELS = {
     "experts with sinks": KINDS["sinks"],
     "fused experts": msgspec.structs.replace(KINDS["experts"], fused_gate_up=True),
     "experts and delta": msgspec.structs.replace(KINDS["gated delta"], experts=_EXPERTS),
+    "shared keys and values": KINDS["shared keys and values"],
+    "experts beside": KINDS["experts beside"],
+    "shared keys and values of one head": msgspec.structs.replace(
+        KINDS["shared keys and values"], num_attention_heads=8, num_key_value_heads=4, logits_cap=3.0, vocab_size=299
+    ),
     "latent": KINDS["latent attention"],
     "latent queries": KINDS["latent queries"],
     "latent of two tensors": msgspec.structs.replace(
@@ -273,15 +279,38 @@ def test_a_group_that_adds_has_other_bits(library: CpuLibrary) -> None:
 
 def test_heads_are_shared_out_whole() -> None:
     config = msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3)
+
+    def own(shard: Shard) -> tuple[Range, Range]:
+        return shard.heads(config), shard.kv_heads(config, 3)
+
     for size in range(1, 10):
-        parts = [Shard(rank, size).heads(config) for rank in range(size)]
+        parts = [own(Shard(rank, size)) for rank in range(size)]
         heads = [head for own, _ in parts for head in range(own.first, own.last)]
         assert heads == list(range(9))  # each once, in order
-        for own, kv in parts:
-            assert own.length % kv.length == 0
-            assert own.length > 0
-            assert all(kv.first <= head // 3 < kv.last for head in range(own.first, own.last))
-    assert [Shard(rank, 2).heads(config) for rank in range(2)] == [((0, 3), (0, 1)), ((3, 9), (1, 3))]
+        for queries, kv in parts:
+            assert queries.length % kv.length == 0
+            assert queries.length > 0
+            assert all(kv.first <= head // 3 < kv.last for head in range(queries.first, queries.last))
+    assert [own(Shard(rank, 2)) for rank in range(2)] == [((0, 3), (0, 1)), ((3, 9), (1, 3))]
+
+
+@pytest.mark.parametrize(("num_heads", "full", "sliding"), [(16, 2, 8), (32, 4, 16), (8, 1, 1), (8, 1, 2), (12, 6, 2)])
+def test_heads_of_two_kinds_of_layers_are_shared_out_whole(num_heads: int, full: int, sliding: int) -> None:
+    config = msgspec.structs.replace(
+        TINY, num_attention_heads=num_heads, num_key_value_heads=sliding, full_heads=HeadSizes(full, 32)
+    )
+    for size in range(1, num_heads + 1):
+        shards = [Shard(rank, size) for rank in range(size)]
+        heads = [shard.heads(config) for shard in shards]
+        assert [head for own in heads for head in range(own.first, own.last)] == list(range(num_heads))
+        for count in (full, sliding):
+            for own, kv in zip(heads, [shard.kv_heads(config, count) for shard in shards], strict=True):
+                assert own.length % kv.length == 0
+                assert own.length > 0
+                each = num_heads // count
+                for head in range(own.length):  # attention finds a query's KV head so
+                    assert (own.first + head) // each == kv.first + head // (own.length // kv.length)
+    assert [Shard(rank, 3).heads(config) for rank in range(3)][-1].last == num_heads
 
 
 @pytest.mark.parametrize("count", [1, 31, 64, 576, 49_152, 49_153])

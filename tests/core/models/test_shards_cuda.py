@@ -204,7 +204,7 @@ class Adapted(OnDevice):
     def __init__(self, model: Llama, whole: ModelConfig, shard: Shard | None = None) -> None:
         super().__init__(model)
         assert isinstance(model.operations, AdaptingOperations)
-        rows = {} if shard is None else shard.adapted_rows(whole)
+        rows = () if shard is None else shard.adapted_rows(whole)
         part = AdaptedPart(range(whole.num_hidden_layers), rows)
         matrices = AdaptedMatrices(whole, model.operations, part=part)
         pairs = random_matrices(matrices.shapes, 5, 1, targets={name.rsplit(".", 1)[-1] for name in matrices.shapes})

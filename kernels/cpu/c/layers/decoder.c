@@ -192,13 +192,12 @@ static const void *expand_values(const Share *share, const void *attended) {
 /* Update the requests' states for all tokens. In this layer, it replaces attention. */
 static void recur(const Share *share) {
     const DecoderStep *step = share->step;
-    const DecoderGroup *group = share->decoder->group;
     const RecurrenceStep args = {
         .layer = share->layer->recurrence,
         .in = step->qkv,
         .out = own_attended_of(share),
-        .gated = has_common_norm(share) ? step->recurred + group->recurred.first : NULL,
-        .gated_stride = group ? group->recurred.width : 0,
+        .gated = has_common_norm(share) ? step->recurred + share->layer->attended.first : NULL,
+        .gated_stride = share->layer->attended.width,
         .mixed = step->mixed,
         .states = step->states,
         .rows = step->state_rows,
@@ -224,7 +223,7 @@ static void attend(const Share *share, int is_narrow) {
     use_plan(&args, kind->plan, is_narrow);
     args.q = share->step->q, args.layer = *share->cache;
     args.out = own_attended_of(share);
-    if (is_in_tail(share)) args.q = share->step->tail_q, args.out = share->step->tail_attended;
+    if (is_in_tail(share)) args.q = share->step->tail_q;
     args.scale = layer->scale, args.cap_factor = layer->cap_factor, args.sinks = layer->sinks;
     attention_part(&args, share->thread, share->num_threads);
 }
@@ -233,7 +232,7 @@ static void attend(const Share *share, int is_narrow) {
 static void apply_output_gate(const Share *share) {
     const DecoderStep *step = share->step;
     const DecoderGroup *group = share->decoder->group;
-    const int64_t width = group ? own_columns(group, &group->attended) : share->layer->o.depth;
+    const int64_t width = group ? own_columns(group, &share->layer->attended) : share->layer->o.depth;
     const int64_t bytes = element_bytes(share->decoder->dtype), count = share->layer->output_gate->num_columns;
     char *attended = own_attended_of(share);
     const char *gates = step->output_gates;
@@ -314,7 +313,7 @@ static void run_mlp(const Share *share, const Gemm *next) {
     if (layer->lacks_mlp) return;
     go_on_by_rows(share);
     const DecoderGroup *group = share->decoder->group;
-    const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &group->gated : NULL;
+    const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &layer->gated : NULL;
     multiply_adapted(share, &layer->gate_up, GATE_UP_PRODUCT, step->x, step->gated, gated, &layer->down);
     gather(share, step->gated, gated, layer->gate_up.y_dtype);
     multiply_adapted(share, &layer->down, DOWN_PRODUCT, step->gated, step->added, hidden, next);
@@ -344,7 +343,8 @@ static void add_beside(const Share *share, const NormWeights *next_norm, float s
     add_rows(share, step->normed, FLOAT32, next_norm, scale);
 }
 
-/* Multiply what the layer's gate makes of x by the layer's own inputs, and leave the product of that in `added`. */
+/* Multiply what the layer's gate makes of x by the layer's own inputs, and leave the product of that in x. Each rank does all
+ * of this: `added` is shared, and others may still read it. */
 static void use_own_inputs(const Share *share) {
     const DecoderStep *step = share->step;
     const PerLayer *own = share->layer->per_layer;
@@ -355,7 +355,7 @@ static void use_own_inputs(const Share *share) {
     go_on_by_rows(share);
     per_layer_part(&args, share->thread, share->num_threads);
     go_on_by_rows(share);
-    multiply(share, &own->out, step->own_inputs, step->added, NULL, NULL, NULL);
+    multiply(share, &own->out, step->own_inputs, step->x, NULL, NULL, NULL);
     go_on_by_rows(share);
 }
 
@@ -374,7 +374,8 @@ static void end_layer(const Share *share) {
         add(share, &layer->mlp_out_norm, next, scale);
     if (!layer->per_layer) return;
     use_own_inputs(share);
-    add(share, &layer->per_layer->norm, next_norm, layer->layer_scale);
+    normalise_rows(share, share->step->x, share->decoder->dtype, &layer->per_layer->norm, share->step->normed, FLOAT32);
+    add_rows(share, share->step->normed, FLOAT32, next_norm, layer->layer_scale);
 }
 
 /* Compute the routed MLP from x, for all rows together. */
@@ -410,14 +411,16 @@ static void begin_next_layer(const Share *share) {
 }
 
 /* Copy the rows that have logits: attention's output of the layer; and of the last layer of all rows, whose hidden is that of
- * all tokens, hidden to last_hidden, and their adapters. Return the first. */
+ * all tokens, hidden to last_hidden, and their adapters. Return the first. Of a rank in the tail attention's output is of these
+ * rows already. */
 static const void *pick_rows(const Share *share) {
     const DecoderStep *step = share->step;
+    if (is_in_tail(share) && share->decoder->group) return attended_of(share);
     const Latent *latent = share->decoder->group ? NULL : share->layer->latent;
     const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
     const int64_t bytes = width * element_bytes(share->decoder->dtype), hidden_size = share->decoder->hidden_size;
     const char *attended = attended_of(share);
-    char *picked = share->decoder->num_tail ? step->tail_picked : step->qkv;
+    char *picked = share->decoder->num_tail && !share->decoder->group ? step->tail_picked : step->qkv;
     for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
         const int64_t row = share->tokens[i];
         memcpy(picked + i * bytes, attended + row * bytes, bytes);

@@ -48,6 +48,7 @@ typedef struct {
     const Latent *latent;                     /* around attention; qkv has the columns of LatentStep.qkv. Or NULL */
     const Recurrence *recurrence;             /* instead of attention, with qkv and o as its products; or NULL */
     const Gemm *output_gate;                  /* attention's output is multiplied by the sigmoid of this; or NULL */
+    Place attended, gated;                    /* of a rank: of the output of attention, or of a turn of a recurrence; of gate_up */
 } DecoderLayer;
 
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
@@ -57,10 +58,10 @@ enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, OU
  * inputs, and its heads are the rank's. The table of embeddings has the rank's part of the vocabulary. */
 typedef struct {
     Ranks ranks;
-    Place attended, recurred, hidden, gated, vocabulary; /* of attention; of recurrences; of o and down; of gate_up; of the head */
+    Place hidden, vocabulary; /* of o and down; of the head; a layer has those of its other products */
     Place expert_gated, shared_gated; /* of gate_up of experts, and of the shared one */
     int64_t num_words;    /* of the rank's part of the vocabulary, from vocabulary.first on */
-    int64_t num_turns;    /* of recurrences: a row has so many parts, of which recurred is one, with heads of all groups */
+    int64_t num_turns;    /* of recurrences: a row has so many parts, of which `attended` is one, with heads of all groups */
     int64_t norm_size;    /* of a STATE_SPACE of all ranks: numbers that are normalised together */
 } DecoderGroup;
 
@@ -75,9 +76,9 @@ typedef struct {
     int32_t embeddings_packing; /* see embedding.h, also for those below */
     const float *kinds, *places;
     int64_t num_words;
-    const DecoderGroup *group; /* NULL = there is no group. Otherwise embedded, attended, gated, added, logits and
-                                * largest of a step, and what experts gate, are in memory that all ranks share, or are exchanged by streams;
-                                * then only rank 0 has logits and largest */
+    const DecoderGroup *group; /* NULL = there is no group. Otherwise embedded, attended, tail_picked, gated, added, logits
+                                * and largest of a step, and what experts gate, are in memory that all ranks share, or are
+                                * exchanged by streams; then only rank 0 has logits and largest */
     float residual_multiplier; /* see norm.h */
     float logits_cap;          /* see soft_cap.h; 0 = none */
     const PerLayerInputs *per_layer; /* inputs of single layers; or NULL */
@@ -106,7 +107,7 @@ typedef struct {
     float *embedded;                    /* of a group: [T, hidden_size], shared; or NULL */
     void *own_attended;                 /* of a rank of a group: attention's output for its heads, or all of a STATE_SPACE;
                                          * or NULL */
-    float *recurred;                    /* of a group: [T, recurred.width] gated results of a STATE_SPACE, shared; or NULL */
+    float *recurred;                    /* of a group: [T, attended.width] gated results of a STATE_SPACE, shared; or NULL */
     void *added;                        /* of x's size: a layer's output that is added to hidden */
     float *normed;                      /* `added` normalised, float32; or NULL if no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */
@@ -135,8 +136,9 @@ typedef struct {
                          * and threads that divide rows do not wait for each other */
     void *router_x;     /* [max(T, S), hidden_size] of dtype: what routers alongside dense MLPs read; or NULL */
     float *beside;      /* [max(T, S), hidden_size]: what dense MLPs alongside experts yield; or NULL */
-    void *tail_q, *tail_attended, *tail_picked; /* of layers in the tail, in place of q and attended, of which rows with
-                                                 * logits are written only; and room for these rows of attended. Or NULL */
+    void *tail_q, *tail_attended, *tail_picked; /* of layers in the tail, in place of q and attended (of a rank: own_attended),
+                                                 * of which rows with logits are written only; and room for these rows of
+                                                 * attended, of all ranks. Or NULL */
 } DecoderStep;
 
 void decoder_step(DecoderStep *args);

@@ -39,9 +39,10 @@ static void gather_common_norm(const Share *share) {
     const DecoderStep *step = share->step;
     const DecoderGroup *group = share->decoder->group;
     const Recurrence *layer = share->layer->recurrence;
-    const GroupNorm args = {step->recurred, layer->norm, step->own_attended, share->num_rows, group->recurred.width,
+    const Place *place = &share->layer->attended;
+    const GroupNorm args = {step->recurred, layer->norm, step->own_attended, share->num_rows, place->width,
                             group->norm_size, layer->eps, layer->dtype};
-    gather_columns(share, step->recurred, &group->recurred, sizeof(float), 0);
+    gather_columns(share, step->recurred, place, sizeof(float), 0);
     group_norm_part(&args, share->thread, share->num_threads);
     pool_barrier();
 }
@@ -52,15 +53,16 @@ void gather_attended(const Share *share, const void *from) {
         gather_common_norm(share);
         return;
     }
-    const Place *place = share->layer->recurrence ? &group->recurred : &group->attended;
+    const Place *place = &share->layer->attended;
     const size_t bytes = element_bytes(share->decoder->dtype), stride = place->width * bytes;
     const size_t own = own_columns(group, place) * bytes;
-    char *out = (char *)share->step->attended + place->first * bytes;
+    char *attended = attended_of(share);
+    const int64_t *tokens = is_in_tail(share) ? share->tokens : NULL;
     Share parts = *share; /* a row of each turn is a row here */
     if (share->layer->recurrence) parts.num_rows *= group->num_turns;
     for (int64_t row = first_row(&parts, share->thread); row < first_row(&parts, share->thread + 1); row++)
-        memcpy(out + row * stride, (const char *)from + row * own, own);
-    gather_columns(&parts, share->step->attended, place, bytes, 0);
+        memcpy(attended + row * stride + place->first * bytes, (const char *)from + (tokens ? tokens[row] : row) * own, own);
+    gather_columns(&parts, attended, place, bytes, 0);
 }
 
 void embed_in_group(const Share *share, Embedding args) {

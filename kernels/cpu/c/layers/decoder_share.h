@@ -54,17 +54,17 @@ INLINE int has_common_norm(const Share *share) {
 
 /* Return where the output of the layer's attention goes, of a rank that of its heads. */
 INLINE char *own_attended_of(const Share *share) {
+    if (is_in_tail(share)) return share->step->tail_attended;
     return share->decoder->group ? share->step->own_attended : share->step->attended;
 }
 
-/* Return the whole output of the layer's attention. */
+/* Return the whole output of the layer's attention; of a rank in the tail that of the rows with logits. */
 INLINE char *attended_of(const Share *share) {
-    if (is_in_tail(share)) return share->step->tail_attended;
+    if (is_in_tail(share)) return share->decoder->group ? share->step->tail_picked : share->step->tail_attended;
     return has_common_norm(share) ? share->step->own_attended : share->step->attended;
 }
 
-/* Take what all ranks have of the layer's attention: into attended, or own_attended if they have a common norm. from: what
- * this rank has. */
+/* Take what all ranks have of the layer's attention: into attended_of(). from: what this rank has. */
 void gather_attended(const Share *share, const void *from);
 
 /* Embed the tokens that this rank has; then take all tokens' embeddings. */

@@ -112,6 +112,7 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
     FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(row) FIELD(layer_scale) FIELD(lacks_mlp) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
+    FIELD(attended) FIELD(gated)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width) FIELD(bounds)
@@ -123,7 +124,7 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size)
 #undef STRUCT
 #define STRUCT DecoderGroup
-    WHOLE FIELD(ranks) FIELD(attended) FIELD(recurred) FIELD(hidden) FIELD(gated) FIELD(vocabulary) FIELD(expert_gated)
+    WHOLE FIELD(ranks) FIELD(hidden) FIELD(vocabulary) FIELD(expert_gated)
     FIELD(shared_gated) FIELD(num_words) FIELD(num_turns) FIELD(norm_size)
 #undef STRUCT
 #define STRUCT Decoder
