@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from core.execution.executor import ModelInfo
-from core.model_files.assistant import is_assistant, load_assistant
+from core.model_files.assistant import Assisted, is_assistant, load_assistant
 from core.model_files.draft_head import head_taps, load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model, load_update
 from core.model_files.model_config import read_model_config
@@ -107,10 +107,13 @@ def load_new_weights(path: Path | None, loaded: Loaded, config: EngineConfig, fi
     return Loaded(model, info, source, loaded.dtype)
 
 
-def load_drafting_model(config: EngineConfig, loaded: Loaded, *, is_part: bool = False) -> Model | Head | None:
+def load_drafting_model(
+    config: EngineConfig, loaded: Loaded, *, is_part: bool = False, rank: Rank | None = None
+) -> Model | Head | None:
     """Load the draft model, head or assistant of speculative_config in the target's dtype; None: it needs none.
 
-    is_part: the target is a part of the model. Errors: those of load(), and ConfigError if it does not fit the target.
+    is_part: the target is a part of the model. rank: of this process in a group, which an assistant needs. Errors:
+    those of load(), and ConfigError if it does not fit the target.
     """
     settings = config.speculative_config
     if settings is None or not settings.runs_model:
@@ -124,11 +127,12 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded, *, is_part: bool =
             )
         path, whole = resolve_model(settings.model or config.model), resolve_model(config.model)
         target = loaded.model
-        if is_assistant(path):  # parts of a model have none; see check_parts()
-            return load_assistant(path, target, is_made_up)
-        load_head = load_mtp if settings.method == "mtp" else load_eagle3
         sizes = read_model_config(whole, config.mmproj) if is_part else target.config
         ends = ReadEnds(whole, sizes, config, target) if is_part else None
+        if is_assistant(path):
+            is_led = rank is not None and rank.shard.rank > 0
+            return load_assistant(path, Assisted(target, sizes, rank, None if is_led else ends), is_made_up)
+        load_head = load_mtp if settings.method == "mtp" else load_eagle3
         return load_head(path, sizes, target, is_made_up=is_made_up, ends=ends)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
@@ -153,7 +157,9 @@ def tap_for_head(config: EngineConfig, model: Llama) -> None:
     settings = config.speculative_config
     if settings is not None and settings.runs_head:
         whole = read_model_config(resolve_model(config.model), config.mmproj)
-        model.tap(head_taps(resolve_model(settings.model or config.model), settings.method, whole))
+        path = resolve_model(settings.model or config.model)
+        of_assistant = (whole.num_hidden_layers,)
+        model.tap(of_assistant if is_assistant(path) else head_taps(path, settings.method, whole))
 
 
 def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """load_assistant: loads the assistant named by speculative_config, which reads a model's states, K and V."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,11 +16,17 @@ from core.model_files.tensors.weights import load_further_layer, read_integers
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.assistant import Assistant, AssistantConfig, AssistantWeights, TokenClusters, assistant_shapes
 from core.models.config import ModelConfig
-from core.models.llama import Llama
+from core.models.draft_head import ModelEnds
+from core.models.llama import Llama, embedding_scale
 from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.tensor import Operation
+from core.models.parts.rank import Rank
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import read_gguf
+from ipc.files.model_files import resolve_model
+from ipc.options.config import EngineConfig
 from ipc.tables.arrays import Ints
+from kernels.elements import Dtype
 
 #: Names in files that are not those of the layers' model -> what they become, and "" for tensors that are not read.
 _OWN_NAMES = {
@@ -50,35 +56,72 @@ def is_assistant(path: Path) -> bool:
     return source.is_file() and _name(read_json_object(source)) in ASSISTANTS
 
 
+def has_assistant(config: EngineConfig) -> bool:
+    """Return whether an assistant makes an engine's drafts. Errors: those of is_assistant() and resolve_model()."""
+    settings = config.speculative_config
+    if settings is None or not settings.runs_head or settings.model is None:
+        return False
+    return is_assistant(resolve_model(settings.model))
+
+
 def _name(settings: dict[str, Any]) -> str:
     names = settings.get("architectures")
     return str(names[0]) if isinstance(names, list) and len(names) == 1 else ""
 
 
-def load_assistant(folder: Path, target: Llama, is_made_up: bool) -> Assistant:
-    """Load an assistant from its folder or GGUF file. is_made_up: use made-up weights, and read only its settings.
+class Assisted(NamedTuple):
+    """What an assistant is for: the model, or a process's part of it.
 
-    Errors: ModelFileError, UnsupportedModelError; ConfigError if it is not one for this model.
+    sizes: of the whole model. rank: see Assistant. ends: the whole model's; None: those of `model` are whole, or not
+    used.
     """
+
+    model: Llama
+    sizes: ModelConfig
+    rank: Rank | None = None
+    ends: ModelEnds | None = None
+
+
+def load_assistant(folder: Path, assisted: Assisted, is_made_up: bool) -> Assistant:
+    """Load an assistant from its folder or GGUF file, and tap the model's hidden states for it.
+
+    is_made_up: use made-up weights, and read only its settings. Errors: ModelFileError, UnsupportedModelError;
+    ConfigError if it is not one for this model.
+    """
+    target, sizes = assisted.model, assisted.sizes
     if not isinstance(target.operations, CpuOperations):
         raise ConfigError(
             f"speculative_config: the assistant {folder} needs the C kernels: install a C compiler or a wheel, and "
             "leave numerics and cpu_kernels out"
         )
-    config = _config(folder, target.config)
-    shapes = assistant_shapes(config, expected_shapes(config.own), target.config.hidden_size)
+    config = _config(folder, assisted)
+    if assisted.rank is not None and assisted.rank.shard.size > (most := config.own.num_attention_heads):
+        raise ConfigError(
+            f"tensor_parallel_size={assisted.rank.shard.size} is more than the {most} query heads of the assistant "
+            f"{folder}: use at most {most}"
+        )
+    shapes = assistant_shapes(config, expected_shapes(config.own), sizes.hidden_size)
     if is_made_up:
         ids = None if config.clusters is None else np.arange(config.own.vocab_size)
-        return Assistant(config, AssistantWeights(made_up(shapes, target.dtype), ids), target)
-    ids = None if config.clusters is None else _token_ids(folder, config.own.vocab_size)
-    tensors = load_further_layer(folder, config.own, shapes, lambda name: _OWN_NAMES.get(name, name), target.dtype)
-    assert tensors is not None, folder
-    return Assistant(config, AssistantWeights(tensors, ids), target)
+        weights = AssistantWeights(made_up(shapes, target.dtype), ids)
+    else:
+        ids = None if config.clusters is None else _token_ids(folder, config.own.vocab_size)
+        tensors = load_further_layer(folder, config.own, shapes, lambda name: _OWN_NAMES.get(name, name), target.dtype)
+        assert tensors is not None, folder
+        weights = AssistantWeights(tensors, ids)
+    embedding = None if assisted.ends is None else _scaled(assisted.ends.embedding(), sizes, target.dtype)
+    target.tap((sizes.num_hidden_layers,))
+    return Assistant(config, weights, target, rank=assisted.rank, embedding=embedding)
 
 
-def _config(folder: Path, model: ModelConfig) -> AssistantConfig:
+def _scaled(embedding: Operation, sizes: ModelConfig, dtype: Dtype) -> Operation:
+    scale = np.float32(embedding_scale(sizes, dtype))
+    return lambda ids: embedding(ids) * scale
+
+
+def _config(folder: Path, assisted: Assisted) -> AssistantConfig:
     if folder.suffix == ".gguf":
-        return _gguf_config(folder, model)
+        return _gguf_config(folder, assisted)
     source = folder / "config.json"
     values = Values(read_json_object(source), str(source))
     text = values.group("text_config")
@@ -90,11 +133,11 @@ def _config(folder: Path, model: ModelConfig) -> AssistantConfig:
     for name, has in {"hidden_size_per_layer_input": own.per_layer, "enable_moe_block": own.experts}.items():
         if has is not None:
             text.refuse(name, "assistants without it are")
-    own = _on(model, own, values.integer("backbone_hidden_size"), folder)
+    own = _on(assisted, own, values.integer("backbone_hidden_size"), folder)
     return AssistantConfig(own=own, clusters=_clusters(values, own.vocab_size))
 
 
-def _gguf_config(path: Path, model: ModelConfig) -> AssistantConfig:
+def _gguf_config(path: Path, assisted: Assisted) -> AssistantConfig:
     """Return the config of a GGUF file: that of a model whose layers have K and V, but for what it says of these."""
     header, (name, base) = read_gguf(path), _GGUF_NAMES
     metadata = {
@@ -106,14 +149,16 @@ def _gguf_config(path: Path, model: ModelConfig) -> AssistantConfig:
         path, msgspec.structs.replace(header, metadata={**metadata, "general.architecture": base})
     )
     values = Values(header.metadata, str(path), {_GGUF_WIDTH: f"{name}.{_GGUF_WIDTH}"})
-    return AssistantConfig(own=_on(model, own, values.integer(_GGUF_WIDTH), path))
+    return AssistantConfig(own=_on(assisted, own, values.integer(_GGUF_WIDTH), path))
 
 
-def _on(model: ModelConfig, own: ModelConfig, width: int, folder: Path) -> ModelConfig:
+def _on(assisted: Assisted, own: ModelConfig, width: int, folder: Path) -> ModelConfig:
     """Return the config of the assistant's layers, which read K and V of the last layers of the model that have any.
 
-    width: of the hidden states that it reads. Errors: ConfigError if the model's are others.
+    width: of the hidden states that it reads. Errors: ConfigError if the model's are others, or in another stage.
     """
+    model, part = assisted.sizes, assisted.model.config
+    num_before = model.num_hidden_layers - part.num_hidden_layers  # layers of earlier stages
     if width != model.hidden_size:
         raise _misfit(folder, f"reads hidden states of {width} numbers, but the model's have {model.hidden_size}")
     if own.vocab_size != model.vocab_size:
@@ -135,7 +180,12 @@ def _on(model: ModelConfig, own: ModelConfig, width: int, folder: Path) -> Model
                 folder,
                 f"reads K and V of {tuple(heads)} heads and numbers in layers {kind}; the model's: {tuple(found)}",
             )
-        places.append(model.place_of(lenders[-1]))
+        if lenders[-1] < num_before:
+            raise ConfigError(
+                f"speculative_config: the assistant {folder} reads K and V of layer {lenders[-1]}, which is not in the "
+                "last of the stages: use fewer with pipeline_parallel_size"
+            )
+        places.append(part.place_of(lenders[-1] - num_before))
     full, of_window = places
     return msgspec.structs.replace(
         own,

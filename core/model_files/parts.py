@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from core.model_files.assistant import is_assistant
 from core.model_files.model_config import is_foreign, read_model_config
 from core.models.config import ModelConfig
 from core.models.parts.recurrent_part import most_ranks
@@ -35,13 +34,7 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     """
     if num_ranks == num_stages == 1:
         return
-    option, speculative = part_option(num_ranks), config.speculative_config
-    head = None if speculative is None or not speculative.runs_head else speculative.model
-    if head is not None and is_assistant(resolve_model(head)):
-        raise ConfigError(
-            f"speculative_config: the assistant {head} reads K and V of the whole model, but each of several workers "
-            f"has only a part: leave {option} out"
-        )
+    option = part_option(num_ranks)
     if config.device == "cuda":
         _check_devices(path, config, model, num_stages)
     elif config.numerics == "L0" or config.cpu_kernels == "torch":

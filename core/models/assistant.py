@@ -6,7 +6,7 @@ hidden state after the token before, and attends to the tokens before. From what
 same position: the model has no K and V of drafts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +16,8 @@ from core.models.config import ModelConfig
 from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.operations.tensor import Operation
+from core.models.parts.rank import Rank
 from core.models.step import ModelInputs
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.decoder import DecoderResult
@@ -50,23 +52,41 @@ _EMBEDDING = "model.embed_tokens.weight"
 
 
 class Assistant:
-    """The weights and the forward pass of an assistant, on the C kernels."""
+    """The weights and the forward pass of an assistant, on the C kernels.
 
-    def __init__(self, config: AssistantConfig, weights: AssistantWeights, target: Llama) -> None:
-        """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming missing tensors.
+    Where ranks have a part of the model each, they run its layers together: each attends with the heads whose K and V
+    it has. The first rank does the rest, and tells the others.
+    """
 
-        target: the model whose tokens it predicts. Its operations are those of the C kernels.
+    #: Called before the layers run with the arguments of run(), but for the cache; None: no other rank runs them.
+    tell: Callable[[Floats, Ints, AnyInts], None] | None = None
+
+    def __init__(
+        self,
+        config: AssistantConfig,
+        weights: AssistantWeights,
+        target: Llama,
+        *,
+        rank: Rank | None = None,
+        embedding: Operation | None = None,
+    ) -> None:
+        """Pack the weights. Errors: ModelFileError naming missing tensors.
+
+        target: the model whose tokens it predicts, or a part of it. Its operations are those of the C kernels. rank: of
+        the process in a group that computes the model. embedding: of all the model's tokens, with its factor; None:
+        that of the target.
         """
         assert isinstance(target.operations, CpuOperations), type(target.operations)
         tensors, own = dict(weights.tensors), config.own
         self.vocab_size, self.max_model_len, self.sampler = own.vocab_size, own.max_position_embeddings, target.sampler
-        self._dtype, self._embedding, self._norm = target.dtype, target.embedding, target.final_norm
+        self._dtype, self._embedding, self._norm = target.dtype, embedding or target.embedding, target.final_norm
         around = {name: _matrix(tensors.pop(name)) for name in (_IN, _OUT)}
         self._clusters: _ChosenClusters | None = None
         if config.clusters is not None:
             assert weights.token_ids is not None, config
-            rows = _matrix(tensors[_EMBEDDING]).own(self._dtype)
-            self._clusters = _ChosenClusters(config.clusters, weights.token_ids, rows)
+            if rank is None or not rank.shard.rank:
+                rows = _matrix(tensors[_EMBEDDING]).own(self._dtype)
+                self._clusters = _ChosenClusters(config.clusters, weights.token_ids, rows)
             # The centroids are the head of the layers, whose inputs are no tokens.
             tensors[_EMBEDDING] = tensors.pop(_CENTROIDS)
             own = msgspec.structs.replace(own, vocab_size=config.clusters.num_clusters)
@@ -78,11 +98,11 @@ class Assistant:
             target.numerics,
             library=operations.library,
             form=operations.form,
+            rank=rank,
             shares_blocks=operations.shares_blocks,
         )
         self._layers.tap((own.num_hidden_layers,))
         self._in, self._out = (self._layers.operations.linear(one, out_dtype=FLOAT32) for one in around.values())
-        target.tap((target.config.num_hidden_layers,))
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return 0: it has no K and V."""
@@ -105,17 +125,24 @@ class Assistant:
         token_ids [n]: of the last known token, or a draft. states [n, width]: before it. lengths [n]: of the known
         tokens, all but the last of which have K and V in the model's cache. block_tables [n, P]: of their blocks.
         """
-        count, layers = len(token_ids), self._layers
-        each, places = np.arange(count), lengths - 1
         x = rounded(np.concatenate((self._embedding(token_ids), states), 1), self._dtype)
-        attention = layers.attention_metadata(np.ones(count, np.int64), places, block_tables, cache)
-        result = layers.forward(
-            ModelInputs(-1 - each, places, np.full(count, -1), attention, cache, each, given=self._in(x), turned=places)
-        )
-        assert isinstance(result, DecoderResult), type(result)
-        normed = to_floats(layers.final_norm(result.states_of(each)[:, 0]))
+        given = self._in(x)
+        if self.tell is not None:
+            self.tell(given, lengths, block_tables)
+        result = self.run(given, lengths, block_tables, cache)
+        normed = to_floats(self._layers.final_norm(result.states_of(np.arange(len(token_ids)))[:, 0]))
         logits = result.logits if self._clusters is None else self._clusters.logits(result.logits, normed)
         return logits, self._out(rounded(normed, self._dtype))
+
+    def run(self, given: Floats, lengths: Ints, block_tables: AnyInts, cache: KVCache) -> DecoderResult:
+        """Run the layers on inputs [n, hidden] float32, of one token of each of n rows. The rest: see forward()."""
+        each, places = np.arange(len(given)), lengths - 1
+        attention = self._layers.attention_metadata(np.ones(len(given), np.int64), places, block_tables, cache)
+        result = self._layers.forward(
+            ModelInputs(-1 - each, places, np.full(len(given), -1), attention, cache, each, given=given, turned=places)
+        )
+        assert isinstance(result, DecoderResult), type(result)
+        return result
 
 
 class _ChosenClusters:

@@ -13,6 +13,7 @@ from core.execution.executor import WARM_UP_TOKENS, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.executors.load import Head, load_drafting_model, tap_for_head
 from core.executors.local import LocalExecutor
+from core.model_files.assistant import has_assistant
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.parts.rank import Rank
@@ -49,13 +50,16 @@ class PartExecutor(LocalExecutor):
         if place.num_stages > 1:
             before, after = (None if fd < 0 else _channel(fd) for fd in (wires.before, wires.after))
             stage = Stage(place.stage, place.num_stages, StageLink(before, after))
-        self._place = place
+        self._place, self._rank = place, rank
         super().__init__(config, rank, runner, stage)
 
     def _load_drafting(self, config: EngineConfig) -> Model | Head | None:
-        """Return what makes drafts, in the process that samples. A head there reads states of all ranks and stages."""
-        if self._place.answers:
-            return load_drafting_model(config, self._loaded, is_part=True)
+        """Return what makes drafts, in the process that samples. A head there reads states of all ranks and stages.
+
+        The other ranks of the last stage have parts of an assistant.
+        """
+        if self._place.answers or (self._place.is_last_stage and has_assistant(config)):
+            return load_drafting_model(config, self._loaded, is_part=True, rank=self._rank)
         if isinstance(self._model, Llama):
             tap_for_head(config, self._model)
         return None

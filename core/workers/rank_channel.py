@@ -38,6 +38,17 @@ class StatesOf(msgspec.Struct, frozen=True, array_like=True, tag=6):
     rows: bytes
 
 
+class Guess(msgspec.Struct, frozen=True, array_like=True, tag=7, gc=False):
+    """Run the assistant's layers: one token of each of n rows. given: n inputs, float32. lengths: n, int64.
+
+    tables: int32 block tables of the rows; empty: the last ones.
+    """
+
+    given: bytes
+    lengths: bytes
+    tables: bytes = b""
+
+
 class Trial(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Run a step of num_tokens made-up tokens, with logits for the last num_samples."""
 
@@ -49,7 +60,7 @@ class Measured(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """There are no more Trials."""
 
 
-Order: TypeAlias = Sampled | LogitsOf | HiddenOf | StatesOf | Trial | Measured
+Order: TypeAlias = Sampled | LogitsOf | HiddenOf | StatesOf | Guess | Trial | Measured
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order)

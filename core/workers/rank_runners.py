@@ -8,11 +8,14 @@ import numpy as np
 from core.execution.executor import Costs
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.models.step import StepResult, TappedResult
+from core.runner.assistant_drafter import AssistantDrafter
+from core.runner.drafter import Drafter
 from core.runner.model_runner import ModelRunner
 from core.runner.step_durations import Clock
 from core.runner.step_inputs import StepInputs
 from core.workers.rank_channel import (
     Followers,
+    Guess,
     HiddenOf,
     LogitsOf,
     Measured,
@@ -24,7 +27,7 @@ from core.workers.rank_channel import (
     next_order,
 )
 from ipc.machine.channel import Channel
-from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, AnyInts, Floats, Int32s, Ints
 
 
 class LeadsTrials(ModelRunner):
@@ -55,6 +58,12 @@ class LeadsTrials(ModelRunner):
         self._end_trial()
         return durations
 
+    def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
+        """Return the measured duration of drafts for one row."""
+        duration = super().measure_drafts(used)
+        self._end_trial()
+        return duration
+
     def _end_trial(self) -> None:
         self._is_trial = False
         self._followers.tell(Measured())
@@ -62,6 +71,19 @@ class LeadsTrials(ModelRunner):
 
 class LeadingRunner(LeadsTrials):
     """The runner of the first rank. It tells the others what to compute with it, and which tokens it has sampled."""
+
+    _tables: AnyInts | None = None  # those of the last Guess
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if isinstance(self.drafter, AssistantDrafter):
+            self.drafter.head.tell = self._tell_guess
+
+    def _tell_guess(self, given: Floats, lengths: Ints, block_tables: AnyInts) -> None:
+        """Let the others run the assistant's layers. The drafts of a chain have the same tables."""
+        tables = b"" if block_tables is self._tables else block_tables.astype(np.int32, copy=False).tobytes()
+        self._tables = block_tables
+        self._followers.tell(Guess(given.tobytes(), lengths.astype(np.int64, copy=False).tobytes(), tables))
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, send its tokens to the other ranks, and return its output."""
@@ -113,20 +135,44 @@ class FollowsTrials(ModelRunner):
         self._obey_trials()
         return ()
 
+    def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
+        """Compute together with the first rank while it measures. Return nothing."""
+        self._obey_trials()
+        return 0
+
     def _obey_trials(self) -> None:
-        while isinstance(order := next_order(self._leader), Trial):
-            self.forward(self._trial_inputs(order.num_tokens, order.num_samples))
+        while isinstance(order := next_order(self._leader), Trial | Guess):
+            if isinstance(order, Trial):
+                self.forward(self._trial_inputs(order.num_tokens, order.num_samples))
+            else:
+                self.guess(order)
         assert isinstance(order, Measured), order
+
+    def guess(self, order: Guess) -> None:
+        """Run the rank's part of the assistant's layers."""
+        raise AssertionError("only the last stage has an assistant")
 
 
 class FollowingRunner(FollowsTrials):
     """The runner of another rank: a mirror of the batch that computes its part and appends the tokens that it receives.
 
-    It has no sampling, grammars or drafts.
+    It has no sampling, grammars or drafts, but a part of an assistant.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{**options, "grammars": None, "drafter": None, "pooler": None})
+    _tables: Int32s = NO_INT32S  # of the last Guess that has any
+
+    def __init__(self, *arguments: Any, drafter: Drafter | None = None, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "grammars": None, "pooler": None})
+        self._assistant = drafter.head if isinstance(drafter, AssistantDrafter) else None
+
+    def guess(self, order: Guess) -> None:
+        """Run the rank's part of the assistant's layers."""
+        assert self._assistant is not None, "a draft, but there is no assistant"
+        lengths = as_rows(order.lengths)
+        given = np.frombuffer(order.given, np.float32).reshape(len(lengths), -1)
+        if order.tables:
+            self._tables = as_tokens(order.tables).reshape(len(lengths), -1)
+        self._assistant.run(given, lengths, self._tables, self.cache)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run this rank's part of one step. The output is not used."""
@@ -164,6 +210,8 @@ class FollowingRunner(FollowsTrials):
                     result.logits_of(as_rows(rows))
                 case HiddenOf(rows):
                     result.hidden_of(as_rows(rows))
+                case Guess() as guess:
+                    self.guess(guess)
                 case StatesOf(rows):
                     assert isinstance(result, TappedResult), type(result)
                     result.states_of(as_rows(rows))

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.executors.local import LocalExecutor
-from core.model_files.parts import check_workers
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
 from ipc.options.resolved import ResolvedConfig
 from tests.core.assistants import CLUSTERS, AssistedModel
@@ -218,10 +217,3 @@ def test_models_that_do_not_fit(pairs: Any) -> None:
         LocalExecutor(config_of(model, "mtp"))
     with pytest.raises(UnsupportedModelError, match="drafts for another model: name that one, and this in specul"):
         LocalExecutor(config_of(assistant, None))
-
-
-@pytest.mark.parametrize("sizes", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_parts_of_a_model_have_no_assistant(pairs: Any, sizes: dict[str, int]) -> None:
-    _, model, assistant = pairs(PLAIN)
-    with pytest.raises(ConfigError, match=f"reads K and V of the whole model, .*: leave {next(iter(sizes))} out"):
-        check_workers(config_of(model, "mtp", assistant, **sizes))

@@ -1,6 +1,7 @@
 """Draft heads of engines with workers: they read hidden states of all ranks and stages, and no bit changes."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.wire.messages import AddRequest
+from tests.core.assistants import AssistedModel
 from tests.core.draft_heads import HIDDEN, LLAMA, MIMO, VOCAB, model_shapes, random_weights, write, write_eagle3
 from tests.core.executors.test_draft_head import knowing_model
 from tests.core.workers.part_answers import LATENT, ROUTED, answers, config_of, kill, requests
@@ -65,6 +67,40 @@ def test_a_head_reads_states_of_several_stages(tmp_path: Path, ranks: int, stage
     alone = answers(config_of(model, 1, load_format="auto"), sent=sent())
     config = config_of(model, ranks, load_format="auto", pipeline_parallel_size=stages)
     assert answers(drafting(config, "eagle3", head), least_drafts=9, sent=sent()) == alone
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Gemma 4 with layers that share K and V, and an assistant that is often right."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers and what it imports
+        return AssistedModel("gemma4-e2b", 0.3).write(tmp_path_factory.mktemp("gemma"))
+
+
+@pytest.fixture(scope="module")
+def gemma_alone(gemma: tuple[str, str]) -> list[Any]:
+    return answers(config_of(gemma[0], 1, load_format="auto", num_gpu_blocks_override=16), sent=short())
+
+
+def short() -> list[AddRequest]:
+    """The usual requests, with tokens of the vocabulary of Gemma's tests."""
+    prompts = [np.frombuffer(one.prompt_token_ids, "<i4") % 290 + 3 for one in requests()]
+    return [
+        msgspec.structs.replace(one, prompt_token_ids=prompt.astype("<i4").tobytes())
+        for one, prompt in zip(requests(), prompts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "worker"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.soak)], ids=["two", "three"]
+)
+def test_an_assistant_is_run_by_all_ranks(
+    gemma: tuple[str, str], gemma_alone: list[Any], ranks: int, worker: int
+) -> None:
+    """Each rank has the K and V of some heads, of layers of two kinds."""
+    config = config_of(gemma[0], ranks, load_format="auto")
+    disturb = {6: kill(worker)}
+    assert answers(drafting(config, "mtp", gemma[1]), disturb, least_accepted=20, sent=short()) == gemma_alone
 
 
 @pytest.mark.parametrize(
