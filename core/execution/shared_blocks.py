@@ -9,15 +9,23 @@ from numpy.typing import NDArray
 _Array: TypeAlias = NDArray[Any]
 
 
+class BlocksLostError(Exception):
+    """The process that has the blocks is gone: nothing has been read, or not all has been written."""
+
+
 class ReadableBlocks(Protocol):
     """Blocks that can be read, wherever they are."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks."""
 
     @property
     def bytes_per_block(self) -> int:
         """Return the bytes of one block."""
 
     def views(self, *blocks: int) -> list[memoryview]:
-        """Return the parts of each block as bytes, block after block."""
+        """Return the parts of each block as bytes, block after block. Errors: BlocksLostError."""
 
 
 class WritableBlocks(ReadableBlocks, Protocol):
@@ -27,13 +35,18 @@ class WritableBlocks(ReadableBlocks, Protocol):
         """Return writable memory for the parts of each block, block after block. fill() makes it their content."""
 
     def fill(self, parts: Sequence[memoryview], *blocks: int) -> None:
-        """Give these blocks what was written to the parts that room() returned for them."""
+        """Give these blocks what was written to the parts that room() returned for them. Errors: BlocksLostError."""
 
 
 class BlockMemory(NamedTuple):
     """Blocks in the engine process's memory. Each array [blocks, ...] has the i-th part of each block, contiguous."""
 
     arrays: Sequence[_Array]
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks."""
+        return len(self.arrays[0])
 
     @property
     def bytes_per_block(self) -> int:
@@ -57,11 +70,12 @@ class SharedBlocks(NamedTuple):
 
     layout: describes how the bytes of a block are arranged, which its tokens and the model's fingerprint do not tell.
     states: the recurrent states, each at its number in plans; None: the model has none. settle: waits until a device
-    has done what plans want of blocks; called by any thread for an order, before it accesses blocks.
+    has done what plans want of blocks; called by any thread for an order, before it accesses blocks. Errors of settle:
+    BlocksLostError.
     """
 
     cache: ReadableBlocks
-    host: BlockMemory
+    host: WritableBlocks
     layout: str
     states: WritableBlocks | None = None
     settle: Callable[[], None] = lambda: None

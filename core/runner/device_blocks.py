@@ -21,6 +21,11 @@ class DeviceBlocks:
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks."""
+        return len(self._arrays[0])
+
+    @property
     def bytes_per_block(self) -> int:
         """Return the bytes of one block."""
         return sum(array[0].nbytes for array in self._arrays)

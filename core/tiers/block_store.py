@@ -180,7 +180,7 @@ class BlockStore:
         self._of_beside = (self._cache, self._host) if beside is None else beside.memory(blocks)
         self._unsaved: deque[Left] = deque()
         self._num_saved = 0  # of these, since the last answer
-        self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
+        self._most_names = _NAMES_PER_BLOCK * (len(contents) + blocks.host.num_blocks)
         self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently recorded last
         #: By key: when a block that is written, or about to be, is due again, in monotonic seconds; see _RENEW_S.
         self._due_at: dict[int, float] = {}
@@ -305,27 +305,30 @@ class BlockStore:
     def _fetch(self, order: Fetch) -> int:
         names = list(self._names.chain(order.root, order.token_ids))
         begin, end = order.first, order.first + len(order.slots)
-        count = self._read(order.ticket, names[begin:end], [self._host.views(slot) for slot in order.slots.tolist()])
+        count = self._read(order.ticket, names[begin:end], self._host, [(slot,) for slot in order.slots.tolist()])
         if count < len(order.slots) or self._beside is None:
             return count
         beside = [self._names.beside(names[place]) for place in order.places.tolist()]
         slots, memory = order.window_slots.reshape(-1, self._beside.page_blocks).tolist(), self._of_beside[1]
-        rooms = [memory.room(*one) for one in slots]
-        num_read = self._read(-order.ticket, beside, rooms)
-        for parts, blocks in zip(rooms[:num_read], slots, strict=False):
-            memory.fill(parts, *blocks)
-        return count + num_read
+        return count + self._read(-order.ticket, beside, memory, slots)
 
-    def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
-        """Read blocks into these places, each from any connector. Return how many were read, from the first on."""
-        rest = blocks = [BlockToLoad(*one, self._names.key) for one in zip(names, places, strict=True)]
+    def _read(self, ticket: int, names: list[bytes], memory: WritableBlocks, places: Sequence[Sequence[int]]) -> int:
+        """Read blocks into these places of a memory, each from any connector.
+
+        Return how many were read, from the first on.
+        """
+        rooms = [memory.room(*place) for place in places]
+        rest = blocks = [BlockToLoad(*one, self._names.key) for one in zip(names, rooms, strict=True)]
         for tier in (*self._near, *self._far):
             if rest:
                 tier.connector.load(ticket, rest)
                 rest = [block for block in rest if not block.is_loaded]
         for block in rest:
             block.close()
-        return next((count for count, block in enumerate(blocks) if not block.is_loaded), len(blocks))
+        num_read = next((count for count, block in enumerate(blocks) if not block.is_loaded), len(blocks))
+        for parts, place in zip(rooms[:num_read], places, strict=False):
+            memory.fill(parts, *place)
+        return num_read
 
     # --- what they leave ---------------------------------------------------------------------------------------------
 

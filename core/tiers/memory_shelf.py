@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from core.execution.shared_blocks import ReadableBlocks
+from core.execution.shared_blocks import BlocksLostError, ReadableBlocks
 from core.tiers.block_file import pack_block
 from ipc.tables.arrays import Ints
 
@@ -73,7 +73,11 @@ class MemoryShelf:
         place = self._places.get(name)
         if place is None or not self._is_there(place):
             return None
-        data = pack_block(name, self._memory.views(self._first + place.at, *place.more), self._key)
+        try:
+            parts = self._memory.views(self._first + place.at, *place.more)
+        except BlocksLostError:
+            return None
+        data = pack_block(name, parts, self._key)
         return data if self._is_there(place) else None
 
     def _is_there(self, place: _Place) -> bool:

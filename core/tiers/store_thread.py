@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from core import log
+from core.execution.shared_blocks import BlocksLostError
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Fetch, Leave, Look, Order, Retain, Store
 from core.tiers.block_store import BlockStore
@@ -120,6 +121,8 @@ class StoreThread:
                 answer = self._store.save_one() if order is None else self._store.carry_out(order)
             except OSError as error:
                 self._store.pause(error)
+                answer = None if order is None else _answer_of_none(order)
+            except BlocksLostError:
                 answer = None if order is None else _answer_of_none(order)
             if answer is not None:
                 self._tell(answer)

@@ -27,7 +27,7 @@ import msgspec
 from core import log
 from core.execution.encoding import decode_plan, encode_output
 from core.execution.executor import Executor
-from core.execution.shared_blocks import BlockMemory, shared_blocks_of
+from core.execution.shared_blocks import BlockMemory, SharedBlocks, shared_blocks_of
 from core.executors.by_name import load_executor
 from core.model_files.progress import following
 from core.workers.messages import (
@@ -63,6 +63,7 @@ from ipc.options.config import EngineConfig
 from kernels.memory.shared_file import SharedArray, SharedFile
 
 if TYPE_CHECKING:
+    from core.workers.block_server import BlockServer
     from core.workers.sent_adapters import ReceivedAdapters
 
 # Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory will hold the rank's weights.
@@ -174,6 +175,8 @@ class Worker:
         self._learn: Callable[[list[tuple[bytes, bytes | None]]], None] = lambda sampled: None
         self._executor: Executor | None = None
         self._file: SharedFile | None = None  # for the blocks, if the engine has a store of them
+        self._asked = -1  # instead, the stream on which an engine on another machine asks for them
+        self._server: BlockServer | None = None  # answers there
         self._has_cache = False
 
     def serve(self) -> NoReturn:
@@ -194,12 +197,12 @@ class Worker:
                 if sampled:
                     self._learn(sampled)
                 output = self._ready.execute(decode_plan(plan)).result()
-                if self._file is not None:
-                    self._file.count()
+                if (counting := self._file or self._server) is not None:
+                    counting.count()
                 return Result(encode_output(output)) if self._place.answers else None
             case Load(config, place, wires):
                 self._place = place
-                self._file = None if wires.blocks < 0 else SharedFile(wires.blocks)
+                self._file, self._asked = None if wires.blocks < 0 else SharedFile(wires.blocks), wires.asked
                 log.use_format(config.log_format)
                 with following(lambda share: self._channel.send(encode_message(Progress(share)))):
                     self._executor = self._load(config, wires)
@@ -241,6 +244,8 @@ class Worker:
 
     def _places(self) -> SharedPlaces:
         blocks, file = shared_blocks_of(self._ready), self._file
+        if blocks is not None and self._asked >= 0:
+            return self._serve_blocks(blocks)
         if blocks is None or file is None:
             return SharedPlaces([], [], [], "")
 
@@ -248,6 +253,15 @@ class Worker:
             return [file.place_of(array) for array in memory.arrays] if isinstance(memory, BlockMemory) else []
 
         return SharedPlaces(places(blocks.cache), places(blocks.host), places(blocks.states), blocks.layout)
+
+    def _serve_blocks(self, blocks: SharedBlocks) -> SharedPlaces:
+        # Imported here because only workers on other machines need it.
+        from core.workers.block_server import BlockServer
+
+        self._server = BlockServer(Channel(socket.socket(fileno=self._asked)), blocks)
+        memories = {"cache": blocks.cache, "host": blocks.host, "states": blocks.states}
+        sizes = {name: (one.num_blocks, one.bytes_per_block) for name, one in memories.items() if one is not None}
+        return SharedPlaces([], [], [], blocks.layout, sizes)
 
     def _load(self, config: EngineConfig, wires: Wires) -> Executor:
         if self._place.count == 1 or config.executor != "local":

@@ -31,8 +31,8 @@ from core.workers.messages import (
 )
 from core.workers.nodes import Nodes
 from core.workers.processes import ChildProcess, WorkerProcess
-from core.workers.shared_parts import PartFiles
-from core.workers.wires import Place, above, make_wires
+from core.workers.shared_parts import Parts
+from core.workers.wires import Place, Wiring, above, block_stream_of, make_wires
 from ipc import errors
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
 from ipc.machine.channel import Channel, ChannelEndedError
@@ -69,7 +69,7 @@ class Crew:
         self.num_taken = 0  # number of steps whose results were taken
         self._num_sent = 0  # number of plans
         self.adapters: set[str] = set()  # digests of those that the workers have
-        self._files: PartFiles | None = None  # if the engine has a store of blocks
+        self._parts: Parts | None = None  # if the engine has a store of blocks
         self.blocks: SharedBlocks | None = None  # the workers', for that store, once they are allocated
         self.is_mourned = threading.Event()  # set when the core has been told about their end
         self.is_final = False  # and whether they are not restarted
@@ -82,22 +82,33 @@ class Crew:
     def _start(self, config: EngineConfig, nodes: Nodes | None) -> None:
         wiring = make_wires(self._places)
         try:
+            here = len(wiring.wires)
             if config.kv_stores:
-                self._files = PartFiles(list(wiring.wires.values()))
-            for place in self._places[: len(wiring.wires)]:  # those on this machine
+                self._parts = Parts(
+                    list(wiring.wires.values()),
+                    [
+                        self._channel_to(wiring, block_stream_of(place.number, self._places))
+                        for place in self._places[here:]
+                    ],
+                )
+            for place in self._places[:here]:  # those on this machine
                 child = ChildProcess(config, place, wiring.wires.pop(place.number))
                 self._processes.append(child)
                 self._channels.append(child.channel)
-            for number in range(len(self._processes), len(self._places)):
-                ours, theirs = socket.socketpair()
-                self._channels.append(Channel(ours))
-                with theirs:
-                    wiring.carried[number] = above(theirs.fileno())
+            self._channels += [self._channel_to(wiring, place.number) for place in self._places[here:]]
             if nodes is not None:
                 self._processes += nodes.start(config, self._places, wiring.carried)
                 wiring.carried.clear()  # the workers own them now
         finally:
             wiring.close()
+
+    @staticmethod
+    def _channel_to(wiring: Wiring, stream: int) -> Channel:
+        """Return a channel whose other end is carried to another machine, on this stream."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wiring.carried[stream] = above(theirs.fileno())
+        return Channel(ours)
 
     @property
     def pids(self) -> list[int]:
@@ -126,14 +137,17 @@ class Crew:
     def allocate(self, config: ResolvedConfig) -> ModelInfo:
         """Allocate the KV caches for a resolved config. Errors: as for load()."""
         info = self.ask(Allocate(config), Loaded)[self._answering].info
-        if self._files is not None and (places := self.ask(ShareBlocks(), SharedPlaces))[0].host:
-            self.blocks = self._files.join(places)
+        if self._parts is not None and (places := self.ask(ShareBlocks(), SharedPlaces))[0].layout:
+            self.blocks = self._parts.join(places)
         return info
 
     def settle(self) -> None:
-        """Wait until each worker has run all plans that were sent, or until they are lost. For any thread."""
-        if self._files is not None:
-            self._files.wait(self._num_sent, lambda: self.is_mourned.is_set() or not self._processes)
+        """Wait until each worker has run all plans that were sent, or until they are lost. For any thread.
+
+        Errors: BlocksLostError.
+        """
+        if self._parts is not None:
+            self._parts.wait(self._num_sent, lambda: self.is_mourned.is_set() or not self._processes)
 
     def warm_up(self) -> int:
         """Run a first step. Return its duration in ns: the sum over stages of their slowest ranks; 0: unknown.
@@ -263,6 +277,8 @@ class Crew:
 
     def kill(self) -> None:
         """Kill all live workers and wait for their end. Their sockets are kept, so that unread data can be read."""
+        if self._parts is not None:
+            self._parts.cut()
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
@@ -276,5 +292,5 @@ class Crew:
         for process in self._processes:
             process.close()
         self._processes = []
-        if self._files is not None:
-            self._files.close()
+        if self._parts is not None:
+            self._parts.close()

@@ -66,7 +66,10 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
 
 
 class ShareBlocks(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Ask where the blocks are in the worker's file, which Load named. After Allocate. Answer: SharedPlaces."""
+    """Ask where the blocks are in the worker's file, which Load named, or for answers about them on its channel.
+
+    After Allocate. Answer: SharedPlaces.
+    """
 
 
 class SentNumbers(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -138,12 +141,16 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=17):
 
 
 class SharedPlaces(msgspec.Struct, frozen=True, array_like=True, tag=18):
-    """Where the worker's parts of SharedBlocks are in its file: a SharedArray for each array."""
+    """Where the worker's parts of SharedBlocks are in its file: a SharedArray for each array.
+
+    served: instead, of a worker without a file: of each memory, by name, the number of blocks and the bytes of one.
+    """
 
     cache: list[SharedArray]
     host: list[SharedArray]
     states: list[SharedArray]
     layout: str
+    served: dict[str, tuple[int, int]] = {}
 
 
 Question: TypeAlias = (

@@ -193,7 +193,7 @@ class Node:
         """Start this machine's workers for a crew."""
         self._end_workers()
         self._crew = crew
-        wiring = make_wires(places, self._node)
+        wiring = make_wires(places, self._node, has_store=bool(config.kv_stores))
         try:
             for number in sorted(wiring.wires):
                 worker = ChildProcess(self._own(config), places[number], wiring.wires.pop(number))

@@ -71,7 +71,8 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Wires(msgspec.Struct, array_like=True):
     """A worker's descriptors. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
 
-    blocks: the file for its KV blocks, which the engine reads and writes; -1 = the engine has no store of blocks.
+    blocks: the file for its KV blocks, which the engine reads and writes; asked: instead, on another machine than the
+    engine, the stream on which it asks for them; both -1 = the engine has no store of blocks.
 
     peers: for the first rank, the channels to the others; for any other, the one to the first. ranks: if ranks share no
     memory, a stream to each of them, -1 to itself.
@@ -83,11 +84,13 @@ class Wires(msgspec.Struct, array_like=True):
     after: int = -1
     ranks: list[int] = []
     blocks: int = -1
+    asked: int = -1
 
     @property
     def descriptors(self) -> list[int]:
         """Return all descriptors."""
-        return [fd for fd in (self.memory, self.blocks, *self.peers, self.before, self.after, *self.ranks) if fd >= 0]
+        single = self.memory, self.blocks, self.asked, self.before, self.after
+        return [fd for fd in (*single, *self.peers, *self.ranks) if fd >= 0]
 
     def close(self) -> None:
         """Close them in this process."""
@@ -144,16 +147,22 @@ def stream_of(link: int, places: list[Place]) -> int:
     return len(places) + link
 
 
+def block_stream_of(number: int, places: list[Place]) -> int:
+    """Return the number of the byte stream on which the engine asks a worker for its KV blocks."""
+    return len(places) + len(links_of(places)) + number
+
+
 def ends_of_streams(places: list[Place]) -> dict[int, tuple[int, int]]:
     """Return the machines at the ends of each stream between two machines."""
     found = {place.number: (0, place.node) for place in places}
+    found |= {block_stream_of(place.number, places): (0, place.node) for place in places}
     for index, link in enumerate(links_of(places)):
         found[stream_of(index, places)] = places[link.first].node, places[link.second].node
     return {stream: ends for stream, ends in found.items() if ends[0] != ends[1]}
 
 
-def make_wires(places: list[Place], node: int = 0) -> Wiring:
-    """Return the wires of all workers on one machine. Errors: OSError."""
+def make_wires(places: list[Place], node: int = 0, *, has_store: bool = False) -> Wiring:
+    """Return the wires of all workers on one machine. has_store: the engine has a store of blocks. Errors: OSError."""
     own = {place.number: Wires(peers=[], ranks=[]) for place in places if place.node == node}
     wiring = Wiring(own, {})
     try:
@@ -166,6 +175,8 @@ def make_wires(places: list[Place], node: int = 0) -> Wiring:
                 _share_memory([own[first.number + rank] for rank in range(first.size)])
         for index, link in enumerate(links_of(places)):
             _connect(wiring, link, stream_of(index, places), places)
+        for number in own if has_store and node else ():
+            own[number].asked, wiring.carried[block_stream_of(number, places)] = _pair()
     except BaseException:
         wiring.close()
         raise

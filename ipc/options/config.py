@@ -387,12 +387,7 @@ def _workers_elsewhere(config: EngineConfig) -> str | None:
     """Return the option that puts the KV blocks of workers out of the engine's reach; None: it can read them."""
     if not _check_workers(config):
         return None
-    options = {
-        f"nnodes={config.nnodes}": config.nnodes > 1,
-        "distributed_executor_backend='ray'": config.distributed_executor_backend == "ray",
-        f"device={config.device!r} with workers": config.device != "cpu",
-    }
-    return next((option for option, is_given in options.items() if is_given), None)
+    return None if config.device == "cpu" else f"device={config.device!r} with workers"
 
 
 def _check_speculation(config: EngineConfig) -> None:

@@ -12,6 +12,7 @@ from engine_core import LLM, SamplingParams
 from ipc.errors import ConfigError
 from ipc.options.given_options import config_from_options
 from tests.core.executors.test_window_pages import SETTINGS
+from tests.core.workers.test_nodes import free_port, machines, over
 from tests.frontend.http.caller import wait_for
 from tools.commands.keys import main as keys
 from tools.commands.replay.__main__ import main as replay
@@ -86,6 +87,27 @@ def test_what_a_dead_worker_held_is_read_from_its_files(hybrid: str, expected: l
         assert ask(llm, SECOND) == (expected[1], 176)
 
 
+@pytest.mark.parametrize("shape", ["two stages", pytest.param("two ranks", marks=pytest.mark.soak)])
+def test_blocks_and_states_of_a_worker_on_another_machine(
+    hybrid: str, expected: list[Any], shape: str, tmp_path: Path
+) -> None:
+    """Its machine dies, with all it has; then the engine, too."""
+    port = free_port()
+    options = {**SIZES, **SHAPES[shape], **over(port, 2), "kv_dir": tmp_path / "kv"}
+    with machines(tmp_path, port, 1) as (other,):
+        with LLM(hybrid, **options) as llm:
+            assert ask(llm, PROMPT) == (expected[0], 0)
+            wait_for_stored(llm, NUM_STORED)
+            other.fail()
+            assert ask(llm, SECOND) == (expected[1], 144)
+            wait_for_stored(llm, NUM_STORED + 1)
+            os.kill(llm.client.welcome.pid, signal.SIGKILL)
+        with LLM(hybrid, **options) as llm:
+            assert ask(llm, SECOND) == (expected[1], 176)
+    with LLM(hybrid, **{**SIZES, **SHAPES[shape], "kv_dir": tmp_path / "kv"}) as llm:
+        assert ask(llm, SECOND) == (expected[1], 176)  # on one machine
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES)
 def test_peers_give_each_other_blocks_and_states(hybrid: str, expected: list[Any], shape: str, tmp_path: Path) -> None:
@@ -118,8 +140,6 @@ def test_blocks_of_layers_with_a_window_are_found_too(shape: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "127.0.0.1"}, "leave out nnodes=2, or kv_dir"),
-        ({"distributed_executor_backend": "ray"}, "leave out distributed_executor_backend='ray', or kv_dir"),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "leave out device='cuda' with workers, or kv_dir"),
     ],
 )
