@@ -1,39 +1,37 @@
 """GridEncoder: computes embeddings from the pixels of images of any size, on the C kernels.
 
-Each image is computed alone and whole, so its rows are a function of its pixels only. The layers are the decoder's C
-call (kernels/cpu/c/layers/decoder.h). Patches are the tokens, given by their embeddings. A patch has two positions, its
-row and its column. Patches that become one row follow each other, and so do those of one window.
+Each image is computed alone, so its rows are a function of its pixels only. Patches are the tokens, given by their
+embeddings. A patch has two positions, its row and its column. Patches that become one row follow each other, and so do
+those of one window.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from core.models.encoder_run import EncoderInParts, LayersInBlocks, Pieces, Runs, plain_layer, runs_of
 from core.models.grid_images import GridImages
 from core.models.grid_parts import GridActivation, GridParts
+from core.models.layers.layer import Layer
+from core.models.layers.mixers import Mixer
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
 from core.models.vision_encoder import sizes_of
 from ipc.tables.arrays import Floats, Ints, UInt8s
-from kernels.cpu.attention_plan import AttentionPlan, AttentionPlanner
-from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
-from kernels.cpu.embedding import CpuEmbedding
+from ipc.tables.rounding import ceil_div
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
-from kernels.memory.kv_cache import MixedKVCache
 from kernels.rotary import rotary_frequencies
 
-BLOCK_TOKENS = 16  # tokens per KV block; each window has its own blocks
 _MERGED_EPS = 1e-5  # of the norm of merged patches
 _STRIP_PIXELS = 1 << 20  # of an image, whose patches are embedded at once
+_PIECE_ROWS = 64  # made at once of merged patches
 
 
 class Merger(NamedTuple):
@@ -54,15 +52,17 @@ class Merger(NamedTuple):
         return rows
 
 
-class Runs(NamedTuple):
-    """Runs of patches that see each other: a whole image, or its windows. Each has its own blocks."""
+class Grid(NamedTuple):
+    """An image's patches in the order of the layers: that of windows if there are any."""
 
-    lengths: Ints  # [n]
-    slots: Ints  # [patches]
-    blocks: Ints  # [n, most blocks] int32
+    order: Ints  # [rows] of each row in this order: its place in the image
+    patches: Ints  # [patches] of each patch in this order: its place in the image's order
+    places: Ints  # [patches, 2] row and column, in the image's order
+    size: tuple[int, int]  # of the grid of patches
+    runs: list[Runs]  # of each kind of layer
 
 
-class GridEncoder(GridImages):
+class GridEncoder(GridImages, EncoderInParts):
     """The weights and the forward pass of one encoder; an ImageEncoder (core/features/store.py)."""
 
     def __init__(
@@ -89,7 +89,7 @@ class GridEncoder(GridImages):
         self._table, self._positions = None, averaged if parts.averages_positions else stretched
         if parts.positions_per_side:
             self._table = to_floats(files.take_matrix("positions.weight").dense(dtype))
-        self._decoder = self._make_decoder(files)
+        self._layers = self._make_layers(files)
         self._merger = self._make_merger(files, "merger")
         count = len(parts.deep_layers)
         self._deep = [
@@ -97,50 +97,32 @@ class GridEncoder(GridImages):
             for index in range(count)
         ]
         self._break = files.take("break.weight") if parts.breaks_rows else None
-        if count:
-            self._decoder.tap([layer + 1 for layer in parts.deep_layers])
-        heads = parts.num_attention_heads
-        self._planners = [AttentionPlanner(library, heads, heads, is_causal=False) for _ in self._kinds]
-        self._cache: CpuKVCache | MixedKVCache = operations.allocate_cache(2, BLOCK_TOKENS)
 
-    @property
-    def _kinds(self) -> tuple[bool, ...]:
-        """Return, for each kind of layer, whether it sees windows."""
-        return (False, True) if self.parts.window else (False,)
-
-    def _make_decoder(self, files: WeightParts) -> CpuDecoder:
-        parts = self.parts
+    def _make_layers(self, files: WeightParts) -> LayersInBlocks:
+        """Build the layers, and the norm of what they yield."""
+        parts, heads = self.parts, self.parts.num_attention_heads
         layers = [self._layer(files, index) for index in range(parts.num_hidden_layers)]
-        head_dim = parts.hidden_size // parts.num_attention_heads
+        head_dim = parts.hidden_size // heads
         every = np.zeros(head_dim // 2, np.float32)  # no rotation
         if parts.rope_theta:
             every = rotary_frequencies(head_dim, parts.rope_theta)
         frequencies = every[::2]
-        table = RotaryTable(np.concatenate((frequencies, every[1::2] if parts.alternates else frequencies)))
-        norm = CpuNorm(self._library, None, parts.norm_eps, self._dtype)
+        self._rotation = RotaryTable(np.concatenate((frequencies, every[1::2] if parts.alternates else frequencies)))
+        self._axes = np.repeat(np.arange(2), len(frequencies))
+        norm = CpuNorm(self._library, None, parts.norm_eps, FLOAT32)
         if not parts.plain_merger:
-            norm = self._norm(files, "norm", self._dtype)
-        merger_eps = parts.norm_eps if parts.merger_eps is None else parts.merger_eps
-        return CpuDecoder(
-            self._library,
-            layers,
-            CpuEmbedding(self._library, rounded(np.zeros((1, parts.hidden_size), np.float32), self._dtype)),
-            norm,
-            float_norm=CpuNorm(
-                self._library, norm.weight, merger_eps, FLOAT32, bias=norm.bias, is_centred=parts.is_centred
-            ),
-            head=None,
-            tables=[table] * len(self._kinds),
-            num_heads=parts.num_attention_heads,
-            axes=np.repeat(np.arange(2), len(frequencies)),
-        )
+            norm = self._norm(files, "norm", FLOAT32, parts.merger_eps)
+        self._last_norm = norm
+        return LayersInBlocks(layers, self._operations, heads, heads)
 
-    def _norm(self, files: WeightParts, name: str, dtype: Dtype) -> CpuNorm:
+    def _norm(self, files: WeightParts, name: str, dtype: Dtype, eps: float | None = None) -> CpuNorm:
+        """Return a norm. eps: None = that of the layers."""
         weight, is_centred = files.take(f"{name}.weight"), self.parts.is_centred
         bias = files.take(f"{name}.bias") if is_centred else None
-        return CpuNorm(self._library, weight, self.parts.norm_eps, dtype, bias=bias, is_centred=is_centred)
+        eps = self.parts.norm_eps if eps is None else eps
+        return CpuNorm(self._library, weight, eps, dtype, bias=bias, is_centred=is_centred)
 
-    def _layer(self, files: WeightParts, index: int) -> LayerParts:
+    def _layer(self, files: WeightParts, index: int) -> Layer:
         parts, operations, stem = self.parts, self._operations, f"layers.{index}."
 
         def product(*names: str, activation: GridActivation | None = None) -> PackedMatrix:
@@ -156,17 +138,8 @@ class GridEncoder(GridImages):
         else:
             up = product("up", activation=parts.hidden_act)
         is_windowed = bool(parts.window) and index not in parts.full_layers
-        return LayerParts(
-            input_norm=before,
-            qkv=qkv,
-            mix=AttentionParts(None, (parts.hidden_size // parts.num_attention_heads) ** -0.5),
-            o=o,
-            attention_out_norm=None,
-            mlp_norm=mlp_norm,
-            mlp=DenseParts(up, product("down")),
-            mlp_out_norm=None,
-            kind=int(is_windowed),
-        )
+        mixer = Mixer(qkv, operations.attention(int(is_windowed), None), o, 0)
+        return plain_layer(int(is_windowed), (before, mlp_norm), mixer, up, product("down"))
 
     def _bias(self, files: WeightParts, *names: str) -> Floats | None:
         return files.take(*(f"{name}.bias" for name in names)) if self.parts.has_biases else None
@@ -195,8 +168,62 @@ class GridEncoder(GridImages):
         """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
-    def encode(self, pixels: UInt8s) -> Floats:
-        """Return the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
+    def work(self, num_rows: int) -> int:
+        """Return about how many multiplications an image with so many rows takes."""
+        parts, count = self.parts, num_rows * self.parts.merge_size**2
+        of_windows = parts.window**2 * parts.merge_size**2
+        runs = [runs_of(np.array([count]))]
+        if parts.window:
+            runs.append(runs_of(np.full(ceil_div(count, of_windows), of_windows)))
+        return self._layer_work(runs) + self._merger_work(count)
+
+    def _layer_work(self, runs: Sequence[Runs]) -> int:
+        """Return the multiplications of the layers."""
+        return self._layers.work(self.parts.layer_products, self.parts.hidden_size, runs)
+
+    def _merger_work(self, num_patches: int) -> int:
+        """Return the multiplications of what makes rows of so many patches, for all that a row has."""
+        return num_patches * self.parts.joined_size * (1 + len(self._deep)) * self.parts.hidden_size
+
+    def pieces(self, pixels: UInt8s) -> Pieces:
+        """Compute the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
+        parts, grid, first = self.parts, self._grid_of(pixels), 0
+        count, joined = len(grid.places), parts.joined_size
+        inverse, hidden = np.empty(count, np.int64), np.empty((count, parts.hidden_size), np.float32)
+        inverse[grid.patches] = np.arange(count)
+        work, last = self._layer_work(grid.runs), self._merger_work(count)
+        for strip in self._strips(pixels, grid):
+            hidden[inverse[first : first + len(strip)]] = strip
+            first += len(strip)
+            yield 0.0
+        places = grid.places[grid.patches]
+        taps = [np.empty_like(hidden) for _ in self._deep]
+
+        def tap(num_layers: int, block: slice) -> None:
+            for layer, states in zip(parts.deep_layers, taps, strict=True):
+                if layer + 1 == num_layers:
+                    states[block] = hidden[block]
+
+        for done in self._layers.run(hidden, grid.runs, self._turned(places), tap):
+            yield done * work / (work + last)
+        rows, step = np.empty((len(grid.order), self.width), np.float32), _PIECE_ROWS * parts.merge_size**2
+        for begin in range(0, count, step):
+            part = slice(begin, begin + step)
+            merged = rounded(to_floats(self._last_norm(hidden[part])), self._dtype).reshape(-1, joined)
+            made = [self._merger(merged)]
+            for (norm, merger), states in zip(self._deep, taps, strict=True):
+                made.append(merger(norm(states[part].reshape(-1, joined))))
+            rows[begin // parts.merge_size**2 :][: len(merged)] = np.concatenate(made, 1)
+            yield (work + last * min(1.0, (begin + step) / count)) / (work + last)
+        return self._in_order(rows, grid)
+
+    def _turned(self, places: Ints) -> RotaryTable:
+        """Return the rotations of patches at places [patches, 2]; row i has that of patch i."""
+        table = RotaryTable(np.zeros(len(self._axes), np.float32))
+        table.cos, table.sin, table.query_cos, table.query_sin = self._rotation.rows_at(places, self._axes)
+        return table
+
+    def _grid_of(self, pixels: UInt8s) -> Grid:
         parts, merge = self.parts, self.parts.merge_size
         places, (height, width) = self.places_of(pixels)
         order = np.arange(len(places) // merge**2)
@@ -205,62 +232,26 @@ class GridEncoder(GridImages):
             order, lengths = _windows(height // merge, width // merge, parts.window)
             runs.append(runs_of(lengths * merge**2))
         patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
-        places = places[patches]
-        given = self._embedded(pixels)[patches] if parts.window else self._embedded(pixels)
-        if self._patch_norm is not None:
-            given = to_floats(self._patch_norm(given))
-        if self._table is not None:
-            given = given + self._positions(self._table, places, (height, width))
-        rows = np.empty((len(order), self.width), np.float32)
-        rows[order] = self._run(np.ascontiguousarray(given), places, runs)
-        return rows if self._break is None else _with_breaks(rows, width // merge, self._break)
+        return Grid(order, patches, places, (height, width), runs)
 
-    def _embedded(self, pixels: UInt8s) -> Floats:
-        """Return the embeddings [patches, hidden] of an image's patches.
+    def _in_order(self, made: Floats, grid: Grid) -> Floats:
+        """Return rows that were made in the order of the layers, in the image's order and with breaks."""
+        rows = np.empty_like(made)
+        rows[grid.order] = made
+        return rows if self._break is None else _with_breaks(rows, grid.size[1] // self.parts.merge_size, self._break)
 
-        They are computed strip by strip, because the numbers of all patches of a large image take a GB.
-        """
-        unit = self.parts.unit
+    def _strips(self, pixels: UInt8s, grid: Grid) -> Iterator[Floats]:
+        """Yield the embeddings [n, hidden] of an image's patches, strip by strip: the numbers of all take a GB."""
+        unit, first = self.parts.unit, 0
         height = max(1, _STRIP_PIXELS // (unit * pixels.shape[1])) * unit
-        strips = [pixels[top : top + height] for top in range(0, len(pixels), height)]
-        return np.concatenate([to_floats(self._patches(rounded(self.cut(strip), self._dtype))) for strip in strips])
-
-    def _run(self, given: Floats, places: Ints, runs: Sequence[Runs]) -> Floats:
-        """Return the rows [n, width] of patches [patches, hidden] at these places [patches, 2]."""
-        count, joined = len(given), self.parts.joined_size
-        self._reserve(max(int(run.blocks.max()) for run in runs) + 1)
-        work: list[AttentionPlan] = []
-        for planner, run in zip(self._planners, runs, strict=True):
-            work.append(planner(run.lengths, run.lengths, run.blocks, BLOCK_TOKENS))
-        if len(work) > 1:
-            work[1].has_window_slots = True
-        index, nothing = np.arange(count), np.zeros(0, np.int64)
-        result = self._decoder(
-            -1 - index,
-            index,
-            runs[0].slots,
-            work,
-            self._cache,
-            nothing,
-            0,
-            None,
-            given,
-            None,
-            runs[-1].slots,
-            places,
-        )
-        merged = rounded(result.hidden_of(index), self._dtype).reshape(-1, joined)
-        rows = [self._merger(merged)]
-        if self._deep:
-            states = result.states_of(index)
-            for tap, (norm, merger) in enumerate(self._deep):
-                rows.append(merger(norm(np.ascontiguousarray(states[:, tap]).reshape(-1, joined))))
-        return np.concatenate(rows, 1)
-
-    def _reserve(self, num_blocks: int) -> None:
-        """Have a cache of at least this many blocks, for the K and V of one layer."""
-        if self._cache.num_blocks_of_all < num_blocks:
-            self._cache = self._operations.allocate_cache(num_blocks, BLOCK_TOKENS)
+        for top in range(0, len(pixels), height):
+            given = to_floats(self._patches(rounded(self.cut(pixels[top : top + height]), self._dtype)))
+            if self._patch_norm is not None:
+                given = to_floats(self._patch_norm(given))
+            if self._table is not None:
+                given = given + self._positions(self._table, grid.places[first : first + len(given)], grid.size)
+            first += len(given)
+            yield given
 
 
 def _with_breaks(rows: Floats, columns: int, end: Floats) -> Floats:
@@ -279,15 +270,6 @@ def _windows(height: int, width: int, window: int) -> tuple[Ints, Ints]:
         for column in range(0, width, window)
     ]
     return np.concatenate(cut), np.array([len(one) for one in cut])
-
-
-def runs_of(lengths: Ints) -> Runs:
-    """Return runs of these lengths, one after the other, each in blocks of its own; block 0 stays free."""
-    counts = -(-lengths // BLOCK_TOKENS)
-    firsts = counts.cumsum() - counts + 1
-    blocks = firsts[:, None] + np.minimum(np.arange(counts.max()), counts[:, None] - 1)
-    within = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
-    return Runs(lengths, np.repeat(firsts * BLOCK_TOKENS, lengths) + within, blocks.astype(np.int32))
 
 
 def averaged(table: Floats, places: Ints, size: tuple[int, int]) -> Floats:

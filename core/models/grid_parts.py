@@ -82,6 +82,14 @@ class GridParts(msgspec.Struct, frozen=True, kw_only=True):
         return self.hidden_size * self.merge_size**2
 
     @property
+    def layer_products(self) -> int:
+        """Return the multiplications of a patch in the products of a layer."""
+        width, heads = self.hidden_size, 4 * self.hidden_size
+        if self.pooled is not None:
+            heads = 2 * self.pooled.head_dim * (self.num_attention_heads + self.pooled.num_key_value_heads)
+        return width * (heads + (2 + self.is_gated) * self.intermediate_size)
+
+    @property
     def patch_numbers(self) -> int:
         """Return how many numbers the encoder reads of a patch."""
         return 3 * self.frames * self.patch_size**2

@@ -1,7 +1,6 @@
 """PooledEncoder: computes embeddings from the pixels of images of any size; a row is the mean of its patches (Gemma 4).
 
-Each image is computed alone and whole, so its rows are a function of its pixels only. The kernels are called one after
-the other, because products may clip what they read and yield, which the decoder's C call does not do.
+Each image is computed alone, so its rows are a function of its pixels only.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from core.models.config import HeadSizes, ModelConfig
-from core.models.grid_encoder import BLOCK_TOKENS, runs_of
+from core.models.encoder_run import EncoderInParts, LayersInBlocks, Pieces, runs_of
 from core.models.grid_images import GridImages
 from core.models.grid_parts import BOUNDS, GridParts
 from core.models.layers.layer import Layer
 from core.models.layers.mixers import Mixer
 from core.models.layers.mlp import DenseMlp, Mlp
-from core.models.operations.cpu_operations import CpuOperations, CpuStep
+from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
@@ -24,18 +23,16 @@ from core.models.vision_encoder import sizes_of
 from ipc.tables.arrays import Floats, Ints, UInt8s
 from kernels.cpu.elementwise import open_gates
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.rope import RotaryTable
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
-from kernels.memory.kv_cache import MixedKVCache
 from kernels.rotary import rotary_frequencies
 
 _ROWS_AT_ONCE = 64  # of a gate and what it multiplies: they stay in the CPU's caches
 
 
-class PooledEncoder(GridImages):
+class PooledEncoder(GridImages, EncoderInParts):
     """The weights and the forward pass of one encoder; an ImageEncoder (core/features/store.py)."""
 
     def __init__(
@@ -60,13 +57,14 @@ class PooledEncoder(GridImages):
         self._patches = operations.linear(files.take_matrix("patches.weight"), out_dtype=FLOAT32)
         tables = to_floats(files.take_matrix("positions.weight").dense(dtype))
         self._positions = tables.reshape(2, self._pooled.positions_per_axis, parts.hidden_size).copy()
-        self._layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
+        layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
+        heads = parts.num_attention_heads, self._pooled.num_key_value_heads
+        self._layers = LayersInBlocks(layers, operations, num_heads=heads[0], num_kv_heads=heads[1])
         self._standard: tuple[Floats, Floats] | None = None
         if self._pooled.standardizes:
             self._standard = files.take("standard.bias"), files.take("standard.weight")
         self._norm = operations.norm(np.ones(parts.hidden_size, np.float32), parts.norm_eps, dtype)
         self._projection = operations.linear(files.take_matrix("projection.weight"), out_dtype=FLOAT32)
-        self._cache: CpuKVCache | MixedKVCache = operations.allocate_cache(2, BLOCK_TOKENS)
 
     def _sizes(self) -> ModelConfig:
         parts, pooled = self.parts, self._pooled
@@ -128,39 +126,28 @@ class PooledEncoder(GridImages):
         """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
-    def encode(self, pixels: UInt8s) -> Floats:
-        """Return the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
+    def work(self, num_rows: int) -> int:
+        """Return about how many multiplications an image with so many rows takes."""
+        run = runs_of(np.array([num_rows * self.parts.merge_size**2]))
+        width = self.parts.num_attention_heads * self._pooled.head_dim
+        return self._layers.work(self.parts.layer_products, width, [run])
+
+    def pieces(self, pixels: UInt8s) -> Pieces:
+        """Compute the rows [n, width] float32 of an image [height, width, 3] whose sides are multiples of the unit."""
         parts = self.parts
         places, _ = self.places_of(pixels)
         hidden = to_floats(self._patches(rounded(self.cut(pixels), self._dtype)))
         hidden = np.ascontiguousarray(hidden + (self._positions[0, places[:, 1]] + self._positions[1, places[:, 0]]))
-        self._run(hidden, places)
+        table = RotaryTable(np.zeros(self._pooled.head_dim // 2, np.float32))  # row i: the rotation of patch i
+        turned = self._rotation.rows_at(places[:, ::-1], self._axes)
+        table.cos, table.sin, table.query_cos, table.query_sin = turned
+        yield from self._layers.run(hidden, [runs_of(np.array([len(hidden)]))], table)
         rows = _means(hidden, parts.merge_size**2) * np.float32(parts.hidden_size**0.5)
         if self._standard is not None:
             bias, scale = self._standard
             rows = (rows - bias) * scale
         result: Floats = to_floats(self._projection(self._norm(np.ascontiguousarray(rows))))
         return result
-
-    def _run(self, hidden: Floats, places: Ints) -> None:
-        """Replace the hidden states [patches, hidden] of an image by those after the layers."""
-        run, layers = runs_of(np.array([len(hidden)])), self._layers
-        if self._cache.num_blocks_of_all <= run.blocks.max():
-            self._cache = self._operations.allocate_cache(int(run.blocks.max()) + 1, BLOCK_TOKENS)
-        work = self._operations.attention_work(run.lengths, run.lengths, run.blocks, self._cache, None, 0)
-        table = RotaryTable(np.zeros(self._pooled.head_dim // 2, np.float32))  # row i: the rotation of patch i
-        turned = self._rotation.rows_at(places[:, ::-1], self._axes)
-        table.cos, table.sin, table.query_cos, table.query_sin = turned
-        step = CpuStep(np.arange(len(hidden)), run.slots, (table,), (work,), self._cache)
-        x = layers[0].input_norm(hidden)
-        for layer, following in zip(layers, [*layers[1:], None], strict=True):
-            x = layer.attention_out(layer.mixer(x, step))
-            assert layer.mlp is not None, layer
-            x = layer.mlp_out(layer.mlp(layer.mlp_norm.after(hidden, x)))
-            if following is None:
-                self._operations.add(hidden, x)
-            else:
-                x = following.input_norm.after(hidden, x)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """VisionEncoder: computes embeddings from the pixels of images (SigLIP), on the C kernels.
 
-Each image is computed alone and whole, so its rows are a function of its pixels only. The layers are the decoder's C
-call (kernels/cpu/c/layers/decoder.h), as for text encoders. Patches are the tokens, given by their embeddings.
+Each image is computed alone, so its rows are a function of its pixels only. Patches are the tokens, given by their
+embeddings.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from core.models.config import EncoderParts, HeadSizes, ModelConfig
+from core.models.encoder_run import EncoderInParts, LayersInBlocks, Pieces, plain_layer, runs_of
 from core.models.grid_parts import GridParts
+from core.models.layers.layer import Layer
+from core.models.layers.mixers import Mixer
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.weight_parts import WeightParts
@@ -17,20 +20,16 @@ from core.models.pixel_values import pixel_values
 from core.models.vision_parts import VisionParts
 from ipc.errors import InvalidRequestError
 from ipc.tables.arrays import Floats, Ints, UInt8s
-from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
-from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
 _JOINED_EPS = 1e-5  # of the norm of concatenated patches
-_BLOCK = 16  # tokens per KV block; each image has its own blocks
 
 
-class VisionEncoder:
-    """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py)."""
+class VisionEncoder(EncoderInParts):
+    """The weights and the forward pass of one model's vision encoder."""
 
     any_size = False
 
@@ -49,7 +48,9 @@ class VisionEncoder:
         self.width = hidden_size
         files = WeightParts(weights)
         count = parts.num_tokens
-        sizes = sizes_of(parts, eps=parts.layer_norm_eps, num_tokens=count, num_positions=count)
+        sizes = sizes_of(
+            parts, eps=parts.layer_norm_eps, num_tokens=count, num_positions=count, norms_of_rows=parts.qk_norms
+        )
         self._operations = operations = CpuOperations(sizes, dtype, library)
         patches = files.take_matrix("patches.weight")
         self._patches = operations.linear(patches, files.take("patches.bias"), out_dtype=FLOAT32)
@@ -59,34 +60,16 @@ class VisionEncoder:
         if parts.first_token:
             self._first = to_floats(files.take_matrix("first.weight").dense(dtype)) + table[:1]
             self._positions = np.ascontiguousarray(table[1:])
-        self._decoder = self._make_decoder(files)
+        layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
+        heads = parts.num_attention_heads
+        self._layers = LayersInBlocks(layers, operations, heads, heads)
+        self._last_norm = CpuNorm(library, None, parts.layer_norm_eps, FLOAT32)
+        if parts.final_norm:
+            self._last_norm = self._norm(files, "norm", FLOAT32)
         self._join = self._make_join(files)
         self._connector = self._make_connector(files)
         self._pixels = pixel_values(parts.image_mean, parts.image_std, parts.rescale_factor)
-        num_blocks = -(-count // _BLOCK)
-        self._cache = operations.allocate_cache(num_blocks + 1, _BLOCK)
-        self._blocks = np.arange(1, num_blocks + 1, dtype=np.int32)[None]
-
-    def _make_decoder(self, files: WeightParts) -> CpuDecoder:
-        parts, operations = self.parts, self._operations
-        layers = [self._layer(files, f"layers.{index}.") for index in range(parts.num_hidden_layers)]
-        norm = CpuNorm(self._library, None, parts.layer_norm_eps, self._dtype)
-        if parts.final_norm:
-            norm = self._norm(files, "norm")
-        to_floats_norm = CpuNorm(
-            self._library, norm.weight, parts.layer_norm_eps, FLOAT32, bias=norm.bias, is_centred=True
-        )
-        nothing = CpuEmbedding(self._library, rounded(np.zeros((1, parts.hidden_size), np.float32), self._dtype))
-        return CpuDecoder(
-            self._library,
-            layers,
-            nothing,  # all tokens are given
-            norm,
-            float_norm=to_floats_norm,
-            head=None,
-            tables=operations.tables,
-            num_heads=parts.num_attention_heads,
-        )
+        self._run = runs_of(np.array([count]))
 
     def _make_join(self, files: WeightParts) -> Callable[[Floats], Numbers]:
         """Return the function that joins patches [n, width] float32 to rows of the model's dtype."""
@@ -115,12 +98,12 @@ class VisionEncoder:
             connector = StoredMatrix.of(np.ascontiguousarray(connector.dense(self._dtype).T))
         return self._operations.linear(connector, out_dtype=FLOAT32)
 
-    def _norm(self, files: WeightParts, name: str) -> CpuNorm:
+    def _norm(self, files: WeightParts, name: str, dtype: Dtype) -> CpuNorm:
         weight, is_centred = files.take(f"{name}.weight"), name == "norm" or not self.parts.rms_norms
         bias, eps = files.take(f"{name}.bias") if is_centred else None, self.parts.layer_norm_eps
-        return CpuNorm(self._library, weight, eps, self._dtype, bias=bias, is_centred=is_centred)
+        return CpuNorm(self._library, weight, eps, dtype, bias=bias, is_centred=is_centred)
 
-    def _layer(self, files: WeightParts, stem: str) -> LayerParts:
+    def _layer(self, files: WeightParts, stem: str) -> Layer:
         parts, operations = self.parts, self._operations
 
         def product(*names: str, activates: bool = False, scale: str = "") -> PackedMatrix:
@@ -133,25 +116,18 @@ class VisionEncoder:
                 weight, bias = StoredMatrix.of(rounded(numbers, self._dtype)), bias * factors
             return operations.linear(weight, bias, activation=parts.hidden_act if activates else None)
 
-        before, mlp_norm = self._norm(files, f"{stem}attention_norm"), self._norm(files, f"{stem}mlp_norm")
+        dtype = self._dtype
+        before, mlp_norm = (
+            self._norm(files, f"{stem}attention_norm", dtype),
+            self._norm(files, f"{stem}mlp_norm", dtype),
+        )
         norms = None
         if parts.qk_norms:
             norms = files.take(f"{stem}q_norm.weight", f"{stem}k_norm.weight")
             norms = np.ascontiguousarray(norms.reshape(2 * parts.num_attention_heads, -1))
         qkv, o = product("q", "k", "v"), product("o", scale="attention")
-        return LayerParts(
-            input_norm=before,
-            qkv=qkv,
-            mix=AttentionParts(
-                norms, (parts.hidden_size // parts.num_attention_heads) ** -0.5, norms_of_rows=parts.qk_norms
-            ),
-            o=o,
-            attention_out_norm=None,
-            mlp_norm=mlp_norm,
-            mlp=DenseParts(product("up", activates=True), product("down", scale="mlp")),
-            mlp_out_norm=None,
-            kind=0,
-        )
+        mixer = Mixer(qkv, operations.attention(0, norms), o, 0)
+        return plain_layer(0, (before, mlp_norm), mixer, product("up", activates=True), product("down", scale="mlp"))
 
     @property
     def variant(self) -> str:
@@ -169,21 +145,20 @@ class VisionEncoder:
         """Return the bytes of the pixels of an image with so many rows; 0 if no image has."""
         return 3 * self.image_size**2 if num_rows == self.num_rows else 0
 
-    def encode(self, pixels: UInt8s) -> Floats:
-        """Return the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
-        parts, count = self.parts, self.parts.num_tokens
-        side, patch = parts.patches_per_side, parts.patch_size
+    def work(self, num_rows: int) -> int:
+        """Return about how many multiplications an image takes."""
+        return self._layers.work(self.parts.layer_products, self.parts.hidden_size, [self._run])
+
+    def pieces(self, pixels: UInt8s) -> Pieces:
+        """Compute the rows [num_rows, hidden] float32 of an image [image_size, image_size, 3]."""
+        side, patch = self.parts.patches_per_side, self.parts.patch_size
         values = self._pixels[np.arange(3), pixels]
         cut = values.reshape(side, patch, side, patch, 3).transpose(0, 2, 4, 1, 3).reshape(side * side, -1)
         patches = to_floats(self._patches(rounded(cut, self._dtype))) + self._positions
-        given = np.concatenate((self._first, patches))
-        places = np.arange(count)
-        whole = np.array([count])
-        work = self._operations.attention_work(whole, whole, self._blocks, self._cache, None, 0)
-        nothing = np.zeros(0, np.int64)
-        result = self._decoder(-1 - places, places, places + _BLOCK, [work], self._cache, nothing, 0, None, given)
-        hidden = result.hidden_of(places)[len(self._first) :]
-        rows: Floats = to_floats(self._connector(self._join(hidden)))
+        hidden = np.concatenate((self._first, patches))
+        yield from self._layers.run(hidden, [self._run], None)
+        last = to_floats(self._last_norm(hidden))[len(self._first) :]
+        rows: Floats = to_floats(self._connector(self._join(last)))
         return rows
 
 
@@ -227,11 +202,13 @@ def sizes_of(
     rope_theta: float = 10_000.0,
     heads: HeadSizes | None = None,
     scores_scalar: float | None = None,
+    norms_of_rows: bool = False,
 ) -> ModelConfig:
     """Return the sizes that operations need of an encoder, as those of a model.
 
     num_tokens: of the largest image. num_positions: of the table of positions; 1 = there is none. heads: of K and V,
-    None = they are as many as queries. scores_scalar: see ModelConfig.query_pre_attn_scalar.
+    None = they are as many as queries. scores_scalar: see ModelConfig.query_pre_attn_scalar. norms_of_rows: Q's heads
+    are normalised together, and so are K's.
     """
     own = heads or HeadSizes(parts.num_attention_heads, parts.hidden_size // parts.num_attention_heads)
     return ModelConfig(
@@ -244,6 +221,7 @@ def sizes_of(
         num_key_value_heads=own.num_key_value_heads,
         head_dim=own.head_dim,
         query_pre_attn_scalar=scores_scalar,
+        qk_norm_of_rows=norms_of_rows,
         rms_norm_eps=eps,
         rope_theta=rope_theta,
         max_position_embeddings=num_tokens,

@@ -52,6 +52,11 @@ class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
         return (self.patches_per_side // self.scale_factor) ** 2
 
     @property
+    def layer_products(self) -> int:
+        """Return the multiplications of a patch in the products of a layer."""
+        return self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+    @property
     def joined_size(self) -> int:
         """Return the width of a row before the connector's product, if patches are concatenated."""
         return self.hidden_size * self.scale_factor**2

@@ -90,7 +90,7 @@ class CpuRope:
     def __call__(
         self,
         qkv: Numbers,
-        table: "RotaryTable",
+        table: "RotaryTable | None",
         positions: Ints,
         cache: CpuKVCache,
         layer: int,
@@ -99,19 +99,19 @@ class CpuRope:
         """Write K and V to the cache, and return the rotated Q [T, H, D] with the cache's dtype.
 
         qkv is [T, (H + 2 * Hkv) * D] of the cache's dtype, or with fewer columns of K and V as `values` says; positions
-        [T] int64 within the table, slots [T] int64 (-1 = do not store)."""
+        [T] int64 within the table, slots [T] int64 (-1 = do not store). table: None = heads are not rotated."""
         assert qkv.flags.c_contiguous, qkv.strides
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
         assert cache.head_dim % 2 == 0, cache.head_dim
         q = aligned_empty((len(qkv), self.num_heads, cache.head_dim), cache.dtype)
+        rotations: list[int | None] = [None] * 4
+        if table is not None:
+            rotations = [one.ctypes.data for one in (table.cos, table.sin, table.query_cos, table.query_sin)]
         self._run(
             RopeArguments(
                 qkv.ctypes.data,
-                table.cos.ctypes.data,
-                table.sin.ctypes.data,
-                table.query_cos.ctypes.data,
-                table.query_sin.ctypes.data,
+                *rotations,
                 positions.ctypes.data,
                 None if self.norms is None else self.norms.ctypes.data,
                 slots.ctypes.data,

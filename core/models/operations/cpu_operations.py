@@ -56,7 +56,7 @@ class CpuStep(NamedTuple):
 
     positions: Ints  # [T]
     slots: Ints  # [T], -1 = do not store
-    tables: tuple[RotaryTable, ...]  # one for each kind of layer
+    tables: tuple[RotaryTable | None, ...]  # one for each kind of layer; None = heads are not rotated
     work: tuple[AttentionPlan, ...]  # one for each kind of layer
     cache: KVCache
     requests: StateRows | None = None  # of recurrent states
