@@ -68,6 +68,7 @@ class SamplingFields(ParameterFields, kw_only=True):
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    receipt: bool | None = None  # docs/receipts.md
     prompt_cache_key: str | None = None  # see frontend/http/pins.py
     prompt_cache_retention: str | None = None
 
@@ -154,7 +155,6 @@ class CompletionBody(SamplingFields, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     prompt_embeds: str | list[str] | None = None  # see frontend/http/openai/prompt_embeds.py; refused unless enabled
-    receipt: bool | None = None  # docs/receipts.md
     suffix: Any = None
 
 
@@ -188,7 +188,6 @@ class ChatBody(ChatFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
-    receipt: bool | None = None  # docs/receipts.md
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

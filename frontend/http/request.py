@@ -138,6 +138,7 @@ class Request:
         self.lease: Lease | None = None  # of its key's quotas, once it is handled
         self.adapter: AdapterId | None = None  # named by the body's model
         self.breakpoints: Sequence[Breakpoint] = ()  # of its chat; see frontend/http/pins.py
+        self.wants_receipts = False  # docs/receipts.md; known once its prompts are prepared
         self.service: Answering | None = None  # of the model, once it is known
         self.on_end: Callable[[], None] | None = None  # called once its answer has ended
         self.target = ""

@@ -19,6 +19,7 @@ from frontend.http.pins import pins_of
 from frontend.http.process.options import HttpOptions
 from frontend.http.replies.answer_format import AnswerFormat
 from frontend.http.replies.pump import Pump
+from frontend.http.replies.receipts import Receipts, with_seeds
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
@@ -230,7 +231,7 @@ class Service:
         self._check_tokens(request, prompts, params)
         if body.cache_salt:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
-        return self.engine.prepare(
+        prepared = self.engine.prepare(
             prompts,
             params,
             [body.priority or 0] * len(prompts),
@@ -241,6 +242,8 @@ class Service:
             lora=request.adapter,
             pins=pins_of(request, body),
         )
+        request.wants_receipts = bool(body.receipt)
+        return with_seeds(prepared) if request.wants_receipts else prepared
 
     def _check_tokens(self, request: Request, prompts: Sequence[PromptInput], params: SamplingParams) -> None:
         """Before any text is read, check the texts' sizes, and the key's tokens against the fewest that the request can
@@ -265,6 +268,7 @@ class Service:
         Errors: HttpError; those of EngineClient.submit().
         """
         self.standing.refuse_requests()  # the drain may have begun while a thread prepared them
+        receipts = Receipts(self.engine.client, self.receipt_key, prepared) if request.wants_receipts else None
         first = prepared[0].params
         is_streamed, lease = first.output_kind == RequestOutputKind.DELTA, request.lease
         give_back = self.holdings.take(self._answer_bytes(prepared, is_streamed=is_streamed))
@@ -277,7 +281,13 @@ class Service:
         num_choices = sum(one.params.n for one in prepared)
         length = self.max_model_len
         reply = Reply(
-            request, answer, is_streamed=is_streamed, max_model_len=length, num_choices=num_choices, on_end=settle
+            request,
+            answer,
+            is_streamed=is_streamed,
+            max_model_len=length,
+            num_choices=num_choices,
+            receipts=receipts,
+            on_end=settle,
         )
         try:
             if lease is not None:

@@ -67,6 +67,13 @@ class CompletionState:
         """Return how many log probabilities the next output() must read, which makes it take longer."""
         return len(self._received) * len(self._received[0].token_ids) if self._received else 0
 
+    @property
+    def finish_reason(self) -> str | None:
+        """Return why the choice has ended; None = it has not."""
+        if self.stop_string is not None:
+            return "stop"
+        return _FINISH_REASONS[self._finish] if self.finished else None
+
     def update(self, progress: Progress) -> bool:
         """Take new tokens and log probabilities; return whether there is anything new."""
         new = progress.token_ids.tolist()
@@ -119,10 +126,9 @@ class CompletionState:
                 self._logprobs += new
                 output.logprobs = self._logprobs[:]
             output.cumulative_logprob = self._cumulative
-        if self.stop_string is not None:
-            output.finish_reason, output.stop_reason = "stop", self.stop_string
-        elif self.finished:
-            output.finish_reason, output.stop_reason = _FINISH_REASONS[self._finish], self._stop_reason()
+        if self.finished:
+            output.finish_reason = self.finish_reason
+            output.stop_reason = self._stop_reason() if self.stop_string is None else self.stop_string
         return output
 
     def _read_logprobs(self) -> list[TokenLogprobs]:

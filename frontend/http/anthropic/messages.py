@@ -100,7 +100,9 @@ class MessagesFormat:
 
     def closing(self, usage: Usage) -> bytes:
         """Return the stop reason, the usage, and the end of the message."""
-        return _event("message_delta", delta=self._stop, usage=self._usage(usage)) + _event("message_stop")
+        return _event("message_delta", delta=self._stop, usage=self._usage(usage), **usage.proof()) + _event(
+            "message_stop"
+        )
 
     def failure(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -109,7 +111,7 @@ class MessagesFormat:
     def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self.piece(0, choices[0], usage)
-        return json_bytes(self._message(usage))
+        return json_bytes({**self._message(usage), **usage.proof()})
 
     def _message(self, usage: Usage) -> Json:
         return {

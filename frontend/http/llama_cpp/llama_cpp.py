@@ -65,6 +65,8 @@ async def _complete(
 ) -> Reply:
     name = service.check_model(request, body.model)
     completion, has_no_output = completion_of(body, service.engine.tokenizer)
+    if has_no_output and body.receipt:
+        raise HttpError(400, "an answer without tokens has no receipt: leave out receipt", param="receipt")
 
     def prepare() -> list[PreparedRequest]:
         params = read_sampling(completion, service.default_sampling, max_tokens=None, logprobs=body.n_probs or None)
@@ -133,8 +135,8 @@ class LlamaCppFormat:
         return events + event(self._chosen(self._end(index, output, usage.cached_tokens, "", []))) if ended else events
 
     def closing(self, usage: Usage) -> bytes:
-        """Return nothing: the last event of a choice ends it."""
-        return b""
+        """Return the receipts, if there are any: the last event of a choice ends it."""
+        return event(usage.proof()) if usage.receipts else b""
 
     def failure(self, error: HttpError) -> bytes:
         """Return the event of an error."""
@@ -151,7 +153,7 @@ class LlamaCppFormat:
             ids = output.token_ids if self._body.return_tokens else []
             cached = prompts[index // self._n].num_cached_tokens
             answer = self._end(index, output, cached, output.text, ids) | self._probabilities(output)
-            shown.append(self._chosen(answer))
+            shown.append(self._chosen(answer) | self._proof(index, usage))
         return json_bytes(shown[0] if len(shown) == 1 else shown)
 
     def _counts(self, index: int, text: str, ids: list[int]) -> Json:
@@ -206,6 +208,10 @@ class LlamaCppFormat:
             shows_ids=True,
         )
         return {"completion_probabilities": shown["content"]}
+
+    def _proof(self, index: int, usage: Usage) -> Json:
+        """Return the field with the receipt of a choice's prompt."""
+        return {"receipts": [usage.receipts[index // self._n]]} if usage.receipts else {}
 
     def _chosen(self, answer: Json) -> Json:
         return chosen_fields(answer, self._body.response_fields) if self._body.response_fields else answer

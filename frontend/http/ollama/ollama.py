@@ -252,6 +252,7 @@ class OllamaFormat:
             "prompt_eval_duration": _ns(first - self._began),
             "eval_count": usage.completion_tokens,
             "eval_duration": _ns(now - first),
+            **usage.proof(),
         }
 
 

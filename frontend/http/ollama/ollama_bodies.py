@@ -37,6 +37,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     think: Any = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    receipt: bool | None = None  # docs/receipts.md
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -77,7 +78,7 @@ def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
     context means the largest possible one; no prompt is cut, so one that does not fit is refused.
     Errors: HttpError 400.
     """
-    found: Json = {"stream": body.stream is not False}
+    found: Json = {"stream": body.stream is not False, "receipt": body.receipt}
     if body.format not in (None, ""):
         if body.format != "json" and not isinstance(body.format, dict):
             raise HttpError(400, 'format must be "json" or a JSON schema', param="format")

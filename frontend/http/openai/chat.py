@@ -9,7 +9,7 @@ from frontend.http.bodies import ChatBody
 from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.openai.chat_message import CallIds, delta_fields, message_fields
 from frontend.http.openai.logprobs import chat_logprobs, prompt_logprobs
-from frontend.http.openai.openai_answer import OpenAIAnswer, with_seeds
+from frontend.http.openai.openai_answer import OpenAIAnswer
 from frontend.http.replies.answer_format import PromptSide, event, json_bytes
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TextFrames
@@ -28,7 +28,6 @@ async def create_chat_completion(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, body)
-    prepared = prepared._replace(requests=with_seeds(prepared.requests, body))
     return await service.submit(request, prepared.requests, ChatFormat(service, body, name, prepared))
 
 
@@ -37,7 +36,7 @@ class ChatFormat(OpenAIAnswer):
 
     def __init__(self, service: Service, body: ChatBody, name: str, prepared: PreparedChat) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        super().__init__(service, body, prepared.requests, prefix="chatcmpl", kind=kind, name=name)
+        super().__init__(service, body, prefix="chatcmpl", kind=kind, name=name)
         self._body = body
         self._params = prepared.requests[0].params
         self._n = prepared.requests[0].params.n
@@ -46,7 +45,7 @@ class ChatFormat(OpenAIAnswer):
         self._is_named = prepared.is_named
         self._ids = [CallIds(prepared.id_length) for _ in range(self._n)]
         is_scanned = self._scanners is not None
-        says_more = bool(body.logprobs or self._counts_always or body.return_token_ids or self._receipts)
+        says_more = bool(body.logprobs or self._counts_always or body.return_token_ids)
         self._is_plain = not (is_scanned or says_more)
         self._plain_heads = self._heads(self._n, b'"delta":{"content":') if body.stream and self._is_plain else []
 
@@ -61,8 +60,6 @@ class ChatFormat(OpenAIAnswer):
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of a choice's new text and of its end."""
-        if self._receipts is not None:
-            self._receipts.take(index, output)
         events = b""
         if self._is_plain:
             if output.text:
@@ -95,16 +92,11 @@ class ChatFormat(OpenAIAnswer):
             if self._thoughts:
                 self._thoughts[index].take(output.token_ids)
         note_thoughts(self._thoughts, usage)
-        more: dict[str, object] = {}
-        if self._receipts is not None:
-            for index, output in enumerate(choices):
-                self._receipts.take(index, output)
-            more = self._receipts.fields()
-        more |= {  # null if they were not asked for: programs for vLLM read them as attributes
+        more: dict[str, object] = {  # null if they were not asked for: programs for vLLM read them as attributes
             "prompt_logprobs": prompt_logprobs(prompts[0].logprobs) if self._body.prompt_logprobs is not None else None,
             "prompt_token_ids": prompts[0].token_ids if self._body.return_token_ids else None,
         }
-        return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **more})
+        return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **usage.proof(), **more})
 
     def _events(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return an event for each part of the message; the first has the tokens' data."""

@@ -8,7 +8,7 @@ import msgspec
 from frontend.http.bodies import CompletionBody
 from frontend.http.errors import HttpError
 from frontend.http.openai.logprobs import CompletionColumns, CompletionLogprobs, Position, columns_of, prompt_logprobs
-from frontend.http.openai.openai_answer import OpenAIAnswer, with_seeds
+from frontend.http.openai.openai_answer import OpenAIAnswer
 from frontend.http.openai.prompt_embeds import read_prompt_embeds
 from frontend.http.replies.answer_format import EchoingFormat, PromptSide, event, json_bytes
 from frontend.http.replies.reply import Reply
@@ -58,7 +58,7 @@ async def create_completion(service: Service, request: Request) -> Reply:
         special = body.add_special_tokens is not False
         return service.prepare(request, body, prompts, params, add_special_tokens=special)
 
-    prepared = with_seeds(await service.run(request, prepare, is_long=bool(embeds)), body)
+    prepared = await service.run(request, prepare, is_long=bool(embeds))
     answer = CompletionFormat(service, body, name, prepared, drops_output=has_only_echo)
     return await service.submit(request, prepared, answer)
 
@@ -97,7 +97,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         *,
         drops_output: bool,
     ) -> None:
-        super().__init__(service, body, prepared, prefix="cmpl", kind="text_completion", name=name)
+        super().__init__(service, body, prefix="cmpl", kind="text_completion", name=name)
         self._body = body
         self._params = prepared[0].params
         self._n = prepared[0].params.n
@@ -106,7 +106,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         self._drops_output = drops_output
         self._begun = set[int]()  # choices that have had an event
         self._offsets = [0] * self._num_choices  # characters of each choice so far, for text_offset
-        says_more = bool(self._counts_always or body.return_token_ids or self._receipts)
+        says_more = bool(self._counts_always or body.return_token_ids)
         self._is_plain = body.logprobs is None and not says_more
         self.echoes = bool(body.stream and body.echo) and body.logprobs is not None
         is_plain = body.stream and self._is_plain and not drops_output
@@ -129,8 +129,6 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the event of a choice's new text."""
-        if self._receipts is not None:
-            self._receipts.take(index, output)
         if self._drops_output:
             if output.finish_reason is None:
                 return b""
@@ -156,12 +154,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         if self._drops_output:
             usage.completion_tokens = 0
         shown = [self._whole_choice(index, one, prompts[index // self._n]) for index, one in enumerate(choices)]
-        more: dict[str, object] = {}
-        if self._receipts is not None:
-            for index, one in enumerate(choices):
-                self._receipts.take(index, one)
-            more = self._receipts.fields()
-        return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **more})
+        return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **usage.proof()})
 
     def _whole_choice(self, index: int, output: CompletionOutput, prompt: PromptSide) -> dict[str, object]:
         if self._drops_output:

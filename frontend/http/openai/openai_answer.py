@@ -1,8 +1,6 @@
 """OpenAIAnswer: the common part of chats and completions: ids, usage, and the ends of streams."""
 
-import secrets
 import time
-from collections.abc import Sequence
 
 from frontend.http.bodies import ChatBody, CompletionBody
 from frontend.http.errors import HttpError
@@ -11,57 +9,7 @@ from frontend.http.replies.text_frames import FramedFormat, TextFrames
 from frontend.http.replies.usage import Usage
 from frontend.http.request import new_id
 from frontend.http.service import Service
-from frontend.results.outputs import CompletionOutput
-from frontend.session import PreparedRequest
-from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
-from ipc.records.receipt import Answered, check_provable, ids_bytes, make_receipt
-from ipc.wire.messages import AddRequest
-
-
-class Receipts:
-    """The receipts of one answer, a receipt for each prompt. Errors: InvalidRequestError, if there can be none."""
-
-    def __init__(self, service: Service, prepared: Sequence[PreparedRequest]) -> None:
-        self._service, self._version = service, service.engine.client.weights_version
-        self._requests = [_request(one) for one in prepared]
-        check_provable(service.engine.client.welcome)
-        self._n = prepared[0].params.n
-        num_choices = len(prepared) * self._n
-        self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
-        self._finishes: list[str | None] = [None] * num_choices
-
-    def take(self, index: int, output: CompletionOutput) -> None:
-        """Note the new part of a choice."""
-        self._token_ids[index] += output.token_ids
-        self._finishes[index] = output.finish_reason
-
-    def fields(self) -> dict[str, object]:
-        """Return the field `receipts` of an answer that has ended."""
-        choices = [Answered(*one) for one in zip(self._token_ids, self._finishes, strict=True)]
-        client, key = self._service.engine.client, self._service.receipt_key
-        if client.weights_version != self._version:
-            raise InvalidRequestError(
-                "no receipt can be made of this answer: the weights changed while it was computed"
-            )
-        welcome = client.welcome_of(self._version)
-        parts = [choices[first : first + self._n] for first in range(0, len(choices), self._n)]
-        made = [make_receipt(welcome, *one, key) for one in zip(self._requests, parts, strict=True)]
-        return {"receipts": made}
-
-
-def with_seeds(prepared: Sequence[PreparedRequest], body: ChatBody | CompletionBody) -> list[PreparedRequest]:
-    """Return the requests, each with a seed if the answer is to have a receipt, which says it."""
-    if not body.receipt or prepared[0].params.seed is not None:
-        return list(prepared)
-    return [one._replace(params=one.params.changed(seed=secrets.randbits(64))) for one in prepared]
-
-
-def _request(prepared: PreparedRequest) -> AddRequest:
-    prompt, params = prepared.prompt, prepared.params
-    assert params.seed is not None
-    uses = [one.use for one in prompt.features]
-    return AddRequest(0, ids_bytes(prompt.token_ids), params, params.seed, adapter=prepared.adapter, features=uses)
 
 
 class OpenAIAnswer(FramedFormat):
@@ -74,14 +22,12 @@ class OpenAIAnswer(FramedFormat):
         self,
         service: Service,
         body: ChatBody | CompletionBody,
-        prepared: Sequence[PreparedRequest],
         *,
         prefix: str,
         kind: str,
         name: str,
     ) -> None:
         self._service = service
-        self._receipts = Receipts(service, prepared) if body.receipt else None
         self._tokenizer = service.engine.tokenizer
         self._fields = {
             "id": f"{prefix}-{new_id()}",
@@ -98,9 +44,7 @@ class OpenAIAnswer(FramedFormat):
     def closing(self, usage: Usage) -> bytes:
         """Return the usage, if requested, and the end of the stream."""
         counts = event({**self._fields, "choices": [], "usage": usage.openai()}) if self._shows_usage else b""
-        proof = b""
-        if self._receipts is not None:
-            proof = event({**self._fields, "choices": [], **self._receipts.fields()})
+        proof = event({**self._fields, "choices": [], **usage.proof()}) if usage.receipts else b""
         return counts + proof + b"data: [DONE]\n\n"
 
     def failure(self, error: HttpError) -> bytes:

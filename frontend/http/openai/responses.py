@@ -170,6 +170,7 @@ class ResponsesFormat(StoredFormat):
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._items.items,
             "usage": None if usage is None else _usage(usage),
+            **({} if usage is None else usage.proof()),
         }
 
     def _event(self, kind: str, **fields: object) -> bytes:

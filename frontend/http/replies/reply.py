@@ -16,6 +16,7 @@ from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.http.errors import Headers, HttpError, http_error
 from frontend.http.holdings import MAX_LOGPROBS
 from frontend.http.replies.answer_format import AnswerFormat, EchoingFormat, PromptSide, StoredFormat
+from frontend.http.replies.receipts import Receipts
 from frontend.http.replies.text_frames import FramedFormat
 from frontend.http.replies.usage import Usage
 from frontend.http.request import JSON, Request
@@ -23,6 +24,7 @@ from frontend.results.completion_state import CompletionState, free_slowly
 from frontend.results.outputs import TokenLogprobs
 from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
+from ipc.records.receipt import Answered
 from ipc.wire.messages import FinishReason
 
 HEAD_S = 0.25
@@ -192,7 +194,8 @@ class Reply:
     """See the module's docstring. is_streamed: write tokens as they arrive, otherwise the whole answer at the end.
 
     on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how. num_choices: of
-    all its requests, which may be attached in parts; nothing is written before all are.
+    all its requests, which may be attached in parts; nothing is written before all are. receipts: makes those of the
+    answer; None = it has none.
     """
 
     def __init__(
@@ -203,6 +206,7 @@ class Reply:
         is_streamed: bool,
         max_model_len: int,
         num_choices: int,
+        receipts: Receipts | None = None,
         on_end: Callable[[int], None] | None = None,
     ) -> None:
         self.request = request
@@ -228,7 +232,7 @@ class Reply:
         self.last_write = request.received_at  # monotonic seconds, as the following
         self.full_since = 0.0  # 0 = the connection takes data
         self.first_token_at = 0.0
-        self._format = answer_format
+        self._format, self._receipts = answer_format, receipts
         self._exchange = request.exchange
         self._max_model_len = max_model_len
         self._is_started = False
@@ -282,9 +286,7 @@ class Reply:
             self._write_failure(self._failure)
         elif self.is_streamed:
             if self._store is not None and not self.num_going and self._closing is None:
-                self._make(
-                    1, partial(self._format.closing, self.usage), partial(setattr, self, "_closing"), self._store
-                )
+                self._make(1, self._close, partial(setattr, self, "_closing"), self._store)
             else:
                 self._write_events(now)
         elif not self.num_going:
@@ -368,6 +370,7 @@ class Reply:
         choices = [one.output() for part in parts for one in part.state.completions]
         times = [part.last.first_token_time for part in parts if part.last is not None and part.last.first_token_time]
         self.usage.first_token_time = min(times, default=0.0)
+        self._prove(parts)
         body = self._format.whole(choices, [part.prompt_side() for part in parts], self.usage)
         for choice in choices:
             free_slowly(choice.logprobs)
@@ -375,6 +378,16 @@ class Reply:
             for one in part.state.completions:
                 one.forget_logprobs()
         return body
+
+    def _close(self) -> bytes:
+        self._prove(self.parts)
+        return self._format.closing(self.usage)
+
+    def _prove(self, parts: Sequence[Part]) -> None:
+        """Make the receipts, if there are to be any: every choice has ended."""
+        if self._receipts is not None:
+            choices = [[Answered(one.token_ids, one.finish_reason) for one in part.state.completions] for part in parts]
+            self.usage.receipts = self._receipts.of(choices)
 
     def _end_whole(self, body: bytes) -> None:
         self._write_whole(200, body, [])
@@ -386,7 +399,7 @@ class Reply:
         pending.clear()
         is_last = not self.num_going
         if is_last:
-            body += self._format.closing(self.usage) if self._closing is None else self._closing
+            body += self._close() if self._closing is None else self._closing
         if not self._is_started:
             self.first_token_at = now
             body = self._begin_stream() + body

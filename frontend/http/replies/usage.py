@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ipc.records.receipt import Receipt
 from ipc.wire.pin_messages import PinAnswer
 
 
@@ -19,6 +20,7 @@ class Usage(msgspec.Struct):
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     pins: Sequence[PinAnswer] = ()  # to the pins of its prompts
+    receipts: Sequence[Receipt] = ()  # of an answer that has ended, if they are asked for
     first_token_time: float = 0.0  # monotonic seconds, of an answer that is not streamed; 0 = unknown
 
     def pinned(self) -> dict[str, object]:
@@ -35,6 +37,10 @@ class Usage(msgspec.Struct):
             "promised_tokens": max(one.num_promised for one in self.pins),
             **({} if refusal is None else {"pin_refusal": refusal}),
         }
+
+    def proof(self) -> dict[str, object]:
+        """Return the field `receipts` of an answer that has ended; nothing if it has none."""
+        return {"receipts": self.receipts} if self.receipts else {}
 
     def openai(self) -> dict[str, object]:
         """Return the counts in the form of OpenAI's API."""

@@ -58,6 +58,7 @@ async def begin(
     await kept.put(answer.begun(), work)
     inner = _unheard(request.key, request.id)
     inner.lease, request.lease = request.lease, None
+    inner.wants_receipts = request.wants_receipts
     inner.on_end, request.on_end = request.on_end, None  # the model stays until the response has ended
     try:
         reply = await service.submit(inner, prepared.requests, answer)
