@@ -1,5 +1,6 @@
-"""Receipts over HTTP, of chats and completions, whole and streamed."""
+"""Receipts over HTTP: of chats and completions, whole and streamed; of vectors, classes and scores."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,8 +9,11 @@ import pytest
 
 from ipc.files.model_files import resolve_model
 from ipc.records.receipt import Receipt, VectorHeader
-from tests.frontend.http.caller import Caller
+from tests.frontend.http.caller import Caller, serving
 from tests.frontend.http.conftest import FAKE
+from tests.tools.commands.test_verify import contents_of, verdicts, write_model
+from tests.tools.commands.test_verify_vectors import forged as forged_vectors
+from tests.tools.commands.test_verify_vectors import of_vectors
 from tools.commands.verify.__main__ import verify_receipts
 from tools.commands.verify.sources import Named
 
@@ -93,3 +97,35 @@ def test_vectors(served: Caller, path: str, body: dict[str, Any], count: int) ->
             assert isinstance(receipt.header, VectorHeader)
             assert receipt.contents is not None
             assert receipt.header.has_vectors(receipt.contents, np.array([one["embedding"]], np.float32))
+
+
+def test_classes_and_scores_of_a_classifier(tmp_path: Path) -> None:
+    """Each text or pair has a receipt, which is verified; other numbers and another prompt are found."""
+    model, own = write_model(tmp_path / "model", 1), {"classifier_from_token": "no,yes"}
+    sizes = ("--dtype", "float32", "--threads", "1", "--max-model-len", "128")
+    template = {"template": "{query} {document}"}
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/classify", {"input": TEXTS[:2]}),
+        ("/v1/score", {"text_1": "abc", "text_2": ["abd", "c"], **template}),
+        ("/v1/rerank", {"query": "abc", "documents": ["abd", "c"], "top_n": 1, **template}),
+    ]
+    receipts, shown = list[Receipt](), list[list[float]]()
+    with serving("-m", model, *sizes, "--classifier-from-token", own["classifier_from_token"]) as caller:
+        for path, body in calls:
+            answer = caller.post(path, {**body, "receipt": True})
+            assert answer.status == 200, answer.body
+            receipts += [msgspec.convert(one, Receipt) for one in answer.json["receipts"]]
+            if path != "/v1/rerank":
+                shown += [one.get("probs") or [one["score"]] for one in answer.json["data"]]
+    assert len(receipts) == 6
+    options = {"model": model, "dtype": "float32", "threads": 1, "max_model_len": 128, **own}
+    assert [one.status for one in verdicts(receipts, options)] == ["verified"] * 6
+    lies = []
+    for receipt, numbers in zip(receipts, shown, strict=False):
+        vectors, contents = np.array([numbers], np.float32), contents_of(receipt)
+        assert isinstance(receipt.header, VectorHeader)
+        assert receipt.header.has_vectors(contents, vectors), "the numbers that were shown"
+        lies.append(of_vectors(receipt, np.nextafter(vectors, np.float32(2))))
+        other = msgspec.structs.replace(contents, prompt_token_ids=[*contents.prompt_token_ids[:-1], 9])
+        lies.append(forged_vectors(receipt, other))
+    assert [one.fields for one in verdicts(lies, options)] == [["vectors"]] * 8
