@@ -18,7 +18,7 @@ from ipc.wire.messages import AddRequest
 from ipc.wire.scheduling_messages import Explain, Explanation, Reason
 from tests.core.driving import ByHand, add_message, small_config
 from tests.core.scheduling.gold_entry import Block, Entry
-from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run
+from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run, run_share
 from tests.core.scheduling.gold_options import GoldWithOptions
 from tools.commands.explain import describe_all
 
@@ -314,7 +314,7 @@ class ImagesMachine(GoldMachine):
 
 
 def test_decisions_equal_the_gold_models() -> None:
-    run(ImagesMachine, range(40))
+    run_share(ImagesMachine, 40)
     assert min(ImagesMachine.num_encoded, ImagesMachine.num_dropped, ImagesMachine.num_cut) > 30
 
 

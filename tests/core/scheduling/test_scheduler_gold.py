@@ -14,7 +14,7 @@ from core.execution.state_slots import num_swap_states
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import Ints, Rows
 from tests.core.driving import EOS, ByHand
-from tests.core.scheduling.gold_machine import ALL, PLAIN, GoldMachine, Options, new_seeds, run
+from tests.core.scheduling.gold_machine import ALL, PLAIN, GoldMachine, Options, new_seeds, run, run_share
 from tests.core.scheduling.gold_options import GoldWithOptions
 from tests.core.scheduling.gold_scheduler import Gold
 from tests.core.scheduling.gold_states import LEAST_DISTANCE, LEAST_TOKENS, MOST_GUESSES, GoldWithStates
@@ -129,7 +129,7 @@ def of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "pages", "swapped pages", "options", "states", "swapped states"],
 )
 def test_decisions_equal_the_gold_models(machine: type[GoldMachine], count: int) -> None:
-    run(machine, range(count))  # make soak runs tens of thousands
+    run_share(machine, count)  # make soak runs tens of thousands
     if issubclass(machine, StatesMachine):
         assert machine.num_saved > 99
         assert machine.num_moved > 0

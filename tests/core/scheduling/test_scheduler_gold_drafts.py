@@ -13,7 +13,7 @@ from ipc.tables.arrays import Ints, Rows
 from tests.core.driving import ByHand
 from tests.core.hostile_drafts import speculative
 from tests.core.scheduling.gold_drafts import GoldWithDrafts
-from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run, sampled
+from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run, run_share, sampled
 
 OPTIONS: Options = {**ALL, "num_drafts": [1, 2, 4, 9], "budget": [40, 40, 12, 9, 5]}
 
@@ -116,7 +116,7 @@ class DraftsMachine(GoldMachine):
 
 @pytest.mark.timeout(400)
 def test_decisions_with_drafts_equal_the_gold_models() -> None:
-    run(DraftsMachine, range(60))
+    run_share(DraftsMachine, 60)
     assert DraftsMachine.num_right > 100
 
 

@@ -8,7 +8,7 @@ import pytest
 from ipc.wire.messages import AddRequest
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_forks import GoldWithForks
-from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run
+from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run, run_share
 
 OPTIONS: Options = {**ALL, "prefix_caching": [True, False]}
 
@@ -33,7 +33,7 @@ class ForksMachine(GoldMachine):
 
 @pytest.mark.timeout(400)
 def test_decisions_with_forks_equal_the_gold_models() -> None:
-    run(ForksMachine, range(40))
+    run_share(ForksMachine, 40)
     assert ForksMachine.num_forked > 100
 
 

@@ -10,7 +10,7 @@ import pytest
 from ipc.wire.messages import AddRequest
 from ipc.wire.pin_messages import ForkPin, Pin
 from tests.core.scheduling.gold_entry import Entry
-from tests.core.scheduling.gold_machine import MS, PLAIN, GoldMachine, Options, new_seeds, run
+from tests.core.scheduling.gold_machine import MS, PLAIN, GoldMachine, Options, new_seeds, run, run_share
 from tests.core.scheduling.gold_pins import GoldWithPins
 
 
@@ -79,9 +79,10 @@ class PinsMachine(GoldMachine):
         self.resume()
         self.step()
         bound = 50 + 50 * sum(entry.max_total for entry in self.live.values())
-        for _ in range(bound):  # all requests end next to the pins, or the pins yield
+        for number in range(bound):  # all requests end next to the pins, or the pins yield
             if not self.live and not self.flight:
                 break
+            self.lose_patience(number)
             self.step()
         type(self).num_yielded += self.scheduler.stats.num_pins_yielded
         self.now += 1000 * MS
@@ -92,7 +93,7 @@ class PinsMachine(GoldMachine):
 
 @pytest.mark.timeout(200)
 def test_decisions_with_pins_equal_the_gold_models() -> None:
-    run(PinsMachine, range(40))
+    run_share(PinsMachine, 40)
     assert PinsMachine.num_pinned > 40
     assert PinsMachine.num_refused > 20
     assert PinsMachine.num_yielded > 0

@@ -6,7 +6,7 @@ import pytest
 
 from core.batch.kept_states import KeptStates
 from core.execution.state_slots import num_swap_states
-from tests.core.scheduling.gold_machine import new_seeds, run
+from tests.core.scheduling.gold_machine import new_seeds, run, run_share
 from tests.core.scheduling.gold_pins import GoldWithStatePins
 from tests.core.scheduling.test_scheduler_gold import StatesMachine, of_short_prompts
 from tests.core.scheduling.test_scheduler_gold_pins import PinsMachine
@@ -32,7 +32,7 @@ class StatePinsMachine(PinsMachine, StatesMachine):
 
 
 def test_decisions_equal_the_gold_models() -> None:
-    run(StatePinsMachine, range(12))
+    run_share(StatePinsMachine, 12)
     assert StatePinsMachine.num_states > 99
 
 
