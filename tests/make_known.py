@@ -15,7 +15,7 @@ test compares them. [models.md](models.md) says what each one needs, and which t
 - **adapters**: which matrices LoRA may change.
 - **MTP**: files may have layers for multi-token prediction, or there are assistants; both can draft
   ([speculation.md](speculation.md)).
-- **level**: the numerics level on a CPU. All but Gemma 3n run on an NVIDIA GPU, too ([gpu.md](gpu.md)).
+- **level**: the numerics level on a CPU. All run on an NVIDIA GPU, too ([gpu.md](gpu.md)).
 
 | models | architecture | files | images | adapters | MTP | level |
 |---|---|---|---|---|---|---|

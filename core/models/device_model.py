@@ -13,7 +13,7 @@ from core.models.operations.triton_operations import TritonOperations
 from core.models.operations.weight_form import WeightForm
 from core.models.parts.gathered import GatheredParts
 from core.models.parts.rank import Rank
-from ipc.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import KVCacheDtype
 from ipc.options.model_options import Numerics
 from kernels.cpu.group import SeparateMemory, SharedMemory
@@ -48,12 +48,9 @@ def device_model(
     of devices that computes the model together; None = there is no group. kv_scales: those of each layer's KV cache,
     if it has 8-bit floats; () = there are none.
 
-    Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
-    tensors; OutOfMemoryError; ConfigError for a rank or FP8 products at L0, or on a device without them.
+    Errors: ModelFileError naming missing tensors; OutOfMemoryError; ConfigError for a rank or FP8 products at L0, or on
+    a device without them.
     """
-    if config.streams is not None:
-        lacks = "hidden states in several streams"
-        raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {lacks}; use device='cpu'")
     if form is WeightForm.FP8 and not has_fp8(device):
         raise ConfigError(
             f"quantization='fp8' needs compute capability 8.9 or newer, and {torch.cuda.get_device_name(device)} is "

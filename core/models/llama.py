@@ -358,7 +358,7 @@ class Llama:
             parts = self.config.per_layer
             assert own is not None, "layers of several streams have inputs of their own"
             assert parts is not None, own
-            ids = np.where(inputs.token_ids < parts.vocab_size, inputs.token_ids, -1)
+            ids = (inputs.token_ids + 1) * (inputs.token_ids < parts.vocab_size) - 1  # the others are -1
             return run_layers(layers, self.streams, hidden, step, own, ids)
         if isinstance(given, GivenRows):
             self._put(hidden, given.places, given.rows[:, : self.config.hidden_size])

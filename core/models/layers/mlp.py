@@ -1,13 +1,14 @@
 """The MLPs of layers: dense, or routed, with experts that are chosen for each token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from core.models.config import XIELU_NAMES, ExpertParts, ModelConfig
-from core.models.operations.operations import Experts, HostOperations, Norm, Operations, Product
+from core.models.operations.operations import Experts, Norm, Operations, Product
+from core.models.operations.stream_arithmetic import StreamOperations
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import Floats
@@ -45,16 +46,12 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class SparseMlp:
-    """down(gelu(max(gate(x) - cut, 0)) * up(x)); cut: the mean of the gates and some standard deviations (Gemma 3n).
-
-    gelu is its tanh form.
-    """
+    """down(gelu(max(gate(x) - cut, 0)) * up(x)); cut: the mean of the gates and some standard deviations (Gemma 3n)."""
 
     gate: Product  # to float32, as `up`
     up: Product
     down: Product
-    num_deviations: float
-    operations: HostOperations
+    activation: Callable[[Tensor, Tensor], Tensor]  # of the results of gate and up
 
     @property
     def products(self) -> dict[str, Product]:
@@ -62,13 +59,7 @@ class SparseMlp:
         return {"sparse_gate": self.gate, "up": self.up, "down": self.down}
 
     def __call__(self, x: Tensor) -> Tensor:
-        gates = self.gate(x).astype(np.float64)
-        mean = gates.sum(1, keepdims=True) / gates.shape[1]
-        deviation = np.sqrt(((gates - mean) ** 2).sum(1, keepdims=True) / gates.shape[1])
-        left = np.maximum(gates - (mean + deviation * self.num_deviations), 0.0).astype(np.float32)
-        inner = (left + left * left * left * np.float32(0.044715)) * np.float32((2 / np.pi) ** 0.5)
-        gelu = left * (np.float32(0.5) + np.float32(0.5) * self.operations.capped(inner, 1.0))
-        return self.down(self.operations.rounded(gelu * self.up(x)))
+        return self.down(self.activation(self.gate(x), self.up(x)))
 
 
 @dataclass(frozen=True)
@@ -149,13 +140,13 @@ def build_mlp(
 
 
 def _sparse_mlp(operations: Operations, parts: WeightParts, prefix: str, num_deviations: float) -> SparseMlp:
-    assert isinstance(operations, HostOperations), type(operations)
+    assert isinstance(operations, StreamOperations), type(operations)
     gate, up = (
         operations.linear(parts.take_matrix(f"{prefix}{name}_proj.weight"), out_dtype=FLOAT32)
         for name in ("gate", "up")
     )
     down = operations.linear(parts.take_matrix(f"{prefix}down_proj.weight"))
-    return SparseMlp(gate, up, down, num_deviations, operations)
+    return SparseMlp(gate, up, down, operations.streams().sparse_gate(num_deviations))
 
 
 def _constants(parts: WeightParts, prefix: str, own: Sequence[Sequence[float]]) -> Floats:

@@ -3,24 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from core.models.layers.layer import Layer
-from core.models.layers.streams import Streams
+from core.models.layers.streams import ModelStreams
 from core.models.operations.operations import PerLayerInputs
-from ipc.tables.arrays import Floats, Ints
-
-_ROOT_HALF = np.float32(0.5**0.5)
+from core.models.operations.tensor import Tensor
 
 
 def run_layers(
-    layers: Sequence[Layer], streams: Streams, hidden: Floats, step: Any, inputs: PerLayerInputs, ids: Ints
-) -> Floats:
+    layers: Sequence[Layer], streams: ModelStreams, hidden: Tensor, step: Any, inputs: PerLayerInputs, ids: Tensor
+) -> Tensor:
     """Run the layers on embeddings [T, d] float32; return the model's output [T, d] float32 before its final norm.
 
     step: see Operations.step(). inputs: of single layers, for the tokens ids [T].
     """
-    projected, every = inputs.project(hidden), streams.begin(hidden)
+    arithmetic, projected = streams.arithmetic, inputs.project(hidden)
+    every = arithmetic.begin(hidden, streams.before)
     for index, layer in enumerate(layers):
         own = layer.streams
         assert own is not None, index
@@ -29,10 +26,9 @@ def run_layers(
         predicted = own.predict(every)
         active = predicted[own.active]
         x = layer.input_norm(active)
-        attended = (active + layer.attention_out(layer.mixer(x, step)) + own.residual(x)) * _ROOT_HALF
+        attended = arithmetic.joined(active, layer.attention_out(layer.mixer(x, step)), x, own.residual(x))
         after = attended + layer.mlp_out(layer.mlp(layer.mlp_norm(attended)))
         every = own.correct(predicted, after)
-        gated = every[own.active] if own.active_scale is None else every[own.active] * own.active_scale
-        added = layer.own_inputs(gated, inputs, ids, projected, index)
-        every = [every[0], *(stream + added for stream in every[1:])]
-    return streams.end(every)
+        added = layer.own_inputs(own.mixer.gated(every), inputs, ids, projected, index)
+        every = arithmetic.with_added(every, added)
+    return arithmetic.end(every, streams.after)

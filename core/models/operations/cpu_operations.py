@@ -14,6 +14,7 @@ from core.models.layers.layer_kinds import cached_layers, places_of_parts, windo
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
 from core.models.operations.cpu_head_place import CpuHeadPlace
 from core.models.operations.cpu_latent import CpuLatentAttend
+from core.models.operations.cpu_streams import CpuStreams
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.tensor import Operation
@@ -40,7 +41,7 @@ from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
-from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
@@ -398,9 +399,9 @@ class CpuOperations:
         cap_logits(self.library, logits, cap)
         return logits
 
-    def rounded(self, numbers: Floats) -> Numbers:
-        """Return float32 numbers in the model's dtype."""
-        return rounded(numbers, self._dtype)
+    def streams(self) -> CpuStreams:
+        """Return the arithmetic of hidden states in several streams."""
+        return CpuStreams(self.library, self._dtype)
 
     def pick(self, hidden: Floats, rows: Ints) -> Floats:
         """Return these rows of hidden."""

@@ -15,7 +15,7 @@ from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.sampling import CpuSampler
-from kernels.elements import Dtype, Numbers
+from kernels.elements import Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, StateRows
@@ -299,17 +299,6 @@ class LayerwiseOperations(Protocol):
 
     def scaled(self, hidden: Tensor, scale: float) -> None:
         """Multiply hidden [T, d] float32 by the scale, in place."""
-
-
-@runtime_checkable
-class HostOperations(Protocol):
-    """The further operations of those whose tensors are arrays in host memory."""
-
-    def capped(self, logits: Floats, cap: float) -> Floats:
-        """Return cap * tanh(logits / cap), in place."""
-
-    def rounded(self, numbers: Floats) -> Numbers:
-        """Return float32 numbers in the model's dtype."""
 
 
 @runtime_checkable

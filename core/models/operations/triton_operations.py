@@ -24,6 +24,7 @@ from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.triton_head_place import TritonHeadPlace
+from core.models.operations.triton_streams import TritonStreams
 from core.models.operations.unchanged import unchanged
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError
@@ -359,6 +360,10 @@ class TritonOperations:
             eps=eps,
             given_id=0 if own is None else own.given_id,
         )
+
+    def streams(self) -> TritonStreams:
+        """Return the arithmetic of hidden states in several streams."""
+        return TritonStreams(DTYPES[self._dtype], self.device)
 
     def scaled(self, hidden: torch.Tensor, scale: float) -> None:
         """Multiply hidden by the scale, in place."""

@@ -65,6 +65,18 @@ def exponential(x):
 
 
 @triton.jit
+def hyperbolic_tangent(x):
+    """Return tanh(x); NaN stays NaN."""
+    size, square = tl.abs(x), x * x
+    p = tl.fma(square, -5.66078536e-03, 2.06020046e-02)
+    p = tl.fma(p, square, -5.37292287e-02)
+    p = tl.fma(p, square, 1.33313283e-01)
+    p = tl.fma(p, square, -3.33332777e-01)
+    large = 1.0 - tl.div_rn(2.0, exponential(size + size) + 1.0)
+    return tl.where(size < 0.625, tl.fma(x * square, p, x), tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
 def softplus(x):
     """Return ln(1 + e ** x): the series of 2 artanh(u / (2 + u)) for u = e ** -|x|; NaN stays NaN."""
     u = exponential(-tl.abs(x))

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from core.executors.cuda import CudaExecutor
-from core.models.config import ExpertParts, HeadSizes, LatentParts, ModelConfig, PerLayerParts, RecurrentParts
+from core.models.config import (
+    ExpertParts,
+    HeadSizes,
+    LatentParts,
+    ModelConfig,
+    PerLayerParts,
+    RecurrentParts,
+    StreamParts,
+)
 from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
@@ -149,6 +157,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "wide_mlps": True,
         "per_layer": PerLayerParts(width=10, vocab_size=70),
     },
+    "gemma3n": {
+        **_OWN_LAYERS,
+        "num_hidden_layers": 3,
+        "sliding_layers": (0, 2),
+        "full_heads": None,
+        "layer_scales": False,
+        "num_shared_layers": 1,
+        "logits_cap": 2.0,
+        "per_layer": PerLayerParts(width=10, vocab_size=50),
+        "streams": StreamParts(count=3, active=1, scales_active=True, rank=10),
+        "sparse_gates": (1.2, None, 0.1),
+    },
     "gemma4-26b-a4b": {
         **_OWN_LAYERS,
         "full_keys_are_values": True,
@@ -190,6 +210,9 @@ PARTS: list[tuple[str, str, Any]] = [
     ("gemma4-e2b", "value_norm", False),
     ("gemma4-e2b", "layer_scales", False),
     ("gemma4-e2b", "per_layer", None),
+    ("gemma3n", "sparse_gates", ()),
+    ("gemma3n", "streams", StreamParts(count=3, active=0, scales_active=True, rank=10)),
+    ("gemma3n", "streams", StreamParts(count=3, active=1, scales_active=False, rank=10)),
     ("gemma4-26b-a4b", "full_keys_are_values", False),
 ]
 

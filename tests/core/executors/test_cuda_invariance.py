@@ -28,9 +28,11 @@ from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 pytestmark = ANYWHERE
 
 
-def model(kind: str, dtype: Dtype, *, num_layers: int = 2, **options: Any) -> OnDevice:
-    """options: of TritonOperations."""
-    config = msgspec.structs.replace(shape_config(kind), num_hidden_layers=num_layers)
+def model(kind: str, dtype: Dtype, *, num_layers: int | None = None, **options: Any) -> OnDevice:
+    """num_layers: None = those of the shape. options: of TritonOperations."""
+    config = shape_config(kind)
+    if num_layers is not None:
+        config = msgspec.structs.replace(config, num_hidden_layers=num_layers)
     weights = dict(random_weights(config, dtype))
     return OnDevice(built(config, weights, dtype, TritonOperations(config, dtype, DEVICE, **options)))
 

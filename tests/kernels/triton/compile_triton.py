@@ -54,6 +54,7 @@ from kernels.triton.device import power_of_2
 from kernels.triton.fp8 import fp8_product
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
 from tests.kernels.triton.compile_products import Fp8Product, Product, each_fp8_product, each_product, quantizers
+from tests.kernels.triton.compile_streams import STREAMS
 from tests.kernels.triton.instructions import assert_allowed, assert_defined, assert_one_chain, assert_parts
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
@@ -469,6 +470,7 @@ def main() -> None:
         *quantizers(every=every),
         *SAMPLING,
         *ROUTING,
+        *STREAMS,
     ):
         print(kernel.__name__, flush=True)
         if TURNS.take():
