@@ -28,6 +28,7 @@ from core.models.step import GivenRows, ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner, tapped_states
 from core.runner.decode_graphs import padded_rows
 from core.runner.device_blocks import shared_device_blocks
+from core.runner.device_features import AXES
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
 from core.runner.head_drafter import HeadDrafter, with_head
@@ -389,7 +390,8 @@ class CudaMemory:
         work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits, lasts=lasts)
         kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)))
+        turned = None if self._encoder is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
+        inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)), turned=turned)
         hidden = model.hidden_states(inputs)
         hidden.clone()  # graphs have their results in common
 

@@ -12,6 +12,9 @@ from core.runner.feature_rows import FeatureRows, StepTokens
 from ipc.tables.arrays import Ints
 from kernels.triton.attention_work import TritonWork
 
+#: Positions of a token of an image whose rows form a grid.
+AXES = 3
+
 
 class SentFeatures(NamedTuple):
     """What features make of a step's tokens."""
@@ -76,10 +79,6 @@ class DeviceFeatures:
         return FeatureBuffers(self, self._tables.device, width=encoder.width, sees_later=encoder.sees_whole)
 
 
-#: Positions of a token of an image whose rows form a grid.
-_AXES = 3
-
-
 class FeatureBuffers:
     """What graphs of steps with prompts read of a step's features, for as many tokens as the largest graph has.
 
@@ -96,7 +95,7 @@ class FeatureBuffers:
         none = {"dtype": torch.int32, "device": self._device}
         self._places = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
         self._rows = torch.zeros((num_tokens, self._width), device=self._device)
-        self._turned = torch.zeros((num_tokens, _AXES), **none) if self._features.turns else None
+        self._turned = torch.zeros((num_tokens, AXES), **none) if self._features.turns else None
         self._lasts = torch.full((num_tokens,), -1, **none) if self._sees_later else None
 
     def lasts(self, num_tokens: int) -> torch.Tensor | None:

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 
+from core.executors.cuda import CudaMemory
+from core.models.operations.triton_operations import TritonOperations
 from core.runner import mixed_graphs
 from core.runner.cuda_model_runner import CudaModelRunner
-from tests.core.executors.test_cuda_features import Engine, of
+from ipc.options.config import EngineConfig
+from tests.core.executors.test_cuda_features import Encoder, Engine, model, of
 from tests.core.runner.test_mixed_graphs import RecordingPool, with_mixed_graphs
 from tests.triton_device import ANYWHERE
 
 pytestmark = ANYWHERE
 
-SOAKS = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("wholes", "wholes in windows")]
+KINDS = ("grids", "wholes", "wholes in windows")
+SOAKS = [pytest.param(kind, marks=pytest.mark.soak) for kind in KINDS[1:]]
 
 
 class Graphs:
@@ -45,3 +49,18 @@ def test_no_bit_changes_and_nothing_is_captured_later(kind: str, monkeypatch: py
     assert [of(got, number) for number in (0, 1)] == [of(expected, number) for number in (0, 1)]
     assert pool.num_captured == 2
     assert pool.num_replayed >= 3, "the prompts take three steps"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_kept_for_the_largest_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has room for an image in each of its tokens."""
+    one, seen = model(kind, "cuda"), list[Any]()
+    assert isinstance(one.operations, TritonOperations)
+    memory = CudaMemory(one, one.operations, EngineConfig(max_num_batched_tokens=40), Encoder(kind))
+    compute = one.hidden_states
+    monkeypatch.setattr(one, "hidden_states", lambda inputs: seen.append(inputs) or compute(inputs))
+    memory.largest_graph()
+    (inputs,) = seen
+    assert inputs.given.rows.shape == (64, Encoder(kind).width)
+    assert (inputs.turned is not None) == (kind == "grids")
+    assert any(work.lasts is not None for work in inputs.attention) == (kind != "grids")
