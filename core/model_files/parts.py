@@ -36,7 +36,7 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         return
     option = part_option(num_ranks)
     if config.device == "cuda":
-        _check_devices(path, config, model, num_stages)
+        _check_devices(config, num_stages)
     elif config.numerics == "L0" or config.cpu_kernels == "torch":
         raise ConfigError(f"{option}{NO_PARTS}: leave out numerics and cpu_kernels, or {option}")
     if model is None or not model.is_causal:
@@ -71,7 +71,7 @@ def _most_ranks(model: ModelConfig) -> Iterator[tuple[int, str]]:
         yield most_ranks(recurrent), f"{what} of the recurrent layers"
 
 
-def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, num_stages: int) -> None:
+def _check_devices(config: EngineConfig, num_stages: int) -> None:
     """Check that GPUs can compute the model together. Errors: ConfigError."""
     settings = config.speculative_config
     refusals = {
@@ -79,9 +79,6 @@ def _check_devices(path: Path, config: EngineConfig, model: ModelConfig | None, 
         "pipeline_parallel_size > 1": num_stages > 1,
         "nnodes > 1": config.nnodes > 1,
         "a model that makes drafts (speculative_config)": settings is not None and settings.runs_model,
-        f"the state spaces of {path}": (
-            model is not None and model.recurrent is not None and model.recurrent.kind == "state space"
-        ),
     }
     if refused := next((name for name, is_wanted in refusals.items() if is_wanted), None):
         raise ConfigError(f"device='cuda' with several workers does not support {refused}: leave one of the two out")

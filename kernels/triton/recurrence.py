@@ -5,13 +5,14 @@ other, for a part of one head. So a number's bits depend neither on the other re
 tokens were computed: at the end of a step the state goes to memory as it is, in float32.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.recurrence import RecurrenceParts, RecurrenceSizes, StateRows
 from kernels.rounding import ceil_div, round_up
 from kernels.torch.tensors import to_tensor
 from kernels.triton.arithmetic.elementary import exponential, softplus
@@ -223,20 +224,23 @@ def recur_kernel(
 @triton.jit
 def close_kernel(
     results, x, norm, out, width, gates_at, eps,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, BEFORE: tl.constexpr, NORMED: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BEFORE: tl.constexpr, GATED: tl.constexpr, NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Normalise one part of a token's results, and multiply by silu of its gates.
 
-    BEFORE: the gates come first. NORMED: there is a norm, as always if they come last.
+    BEFORE: the gates come first. NORMED: there is a norm, as always if they come last. GATED: there are gates, which x
+    has from gates_at on.
     """
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     number = tl.load(results + (token * PARTS + part) * WIDTH + column, mask=inside, other=0.0)
-    gate = tl.load(x + token * width + gates_at + part * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    opened = tl.div_rn(gate, 1.0 + exponential(-gate))
-    if BEFORE:
-        number *= opened
+    if GATED:
+        gate = tl.load(x + token * width + gates_at + part * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        opened = tl.div_rn(gate, 1.0 + exponential(-gate))
+        if BEFORE:
+            number *= opened
     if NORMED:
         number = tl.div_rn(number, tl.sqrt_rn(tl.div_rn(sum_of(number * number), WIDTH * 1.0) + eps))
         if BEFORE:
@@ -247,8 +251,21 @@ def close_kernel(
 # fmt: on
 
 
+class CommonNorm(NamedTuple):
+    """The norm of a state space whose heads several ranks have. Each rank normalises the results of all of them.
+
+    gather: returns the columns [T, width of all] of all ranks from this rank's. sizes: of all ranks.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor]
+    sizes: RecurrenceSizes
+
+
 class TritonRecurrence:
     """What replaces attention in a layer: computes its results, and updates the states of the requests."""
+
+    #: Of a rank: its results are of all ranks then.
+    common_norm: CommonNorm | None = None
 
     def __init__(self, parts: RecurrenceParts, offset: int, device: torch.device) -> None:
         """offset: of the layer's state in a request's states."""
@@ -270,7 +287,14 @@ class TritonRecurrence:
             return mixed
         results = torch.empty(len(x), self._sizes.out_width, dtype=torch.float32, device=x.device)
         self._recur(mixed, x, positions, requests, results)
-        return self._close(results, x)
+        if (common := self.common_norm) is None:
+            return self._close(results, x)
+        gated = torch.empty_like(results)
+        self._close_parts(results, x, gated, sizes=self._sizes, is_normed=False)
+        every = common.gather(gated)
+        out = torch.empty(every.shape, dtype=x.dtype, device=x.device)
+        self._close_parts(every, x, out, sizes=common.sizes, is_gated=False)
+        return out
 
     def _convolve(self, x: torch.Tensor, positions: torch.Tensor, requests: DeviceStates, mixed: torch.Tensor) -> None:
         sizes, (states, rows, firsts, owners, saves) = self._sizes, requests
@@ -352,23 +376,36 @@ class TritonRecurrence:
         )
 
     def _close(self, results: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        sizes, is_before = self._sizes, self._sizes.kind == "state space"
+        out = torch.empty(len(x), self._sizes.out_width, dtype=x.dtype, device=x.device)
+        self._close_parts(results, x, out, sizes=self._sizes, is_normed=self._norm is not None)
+        return out
+
+    def _close_parts(
+        self,
+        results: torch.Tensor,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        sizes: RecurrenceSizes,
+        is_gated: bool = True,
+        is_normed: bool = True,
+    ) -> None:
+        """Write results [T, out_width] float32 to out, after gates of x and a norm. sizes: of the results."""
+        is_before = sizes.kind == "state space"
         parts = sizes.num_groups if is_before else sizes.num_heads
         size = sizes.out_width // parts
-        out = torch.empty(len(x), sizes.out_width, dtype=x.dtype, device=x.device)
-        gates_at = 0 if is_before else sizes.channels
         close_kernel[len(x), parts](
             results,
             x,
             self._rates if self._norm is None else self._norm,
             out,
             x.shape[1],
-            gates_at,
+            0 if is_before else sizes.channels,
             self._parts.eps,
             WIDTH=size,
             PARTS=parts,
             BEFORE=is_before,
-            NORMED=self._norm is not None,
+            GATED=is_gated,
+            NORMED=is_normed,
             BLOCK=power_of_2(size),
         )
-        return out

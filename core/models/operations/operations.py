@@ -18,7 +18,7 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.elements import Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
-from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.recurrence import RecurrenceParts, RecurrenceSizes, StateRows
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
 
@@ -56,6 +56,17 @@ class ExchangingProduct(Protocol):
 
     def around(self, change: Callable[[Product], Product]) -> Product:
         """Return the same with another product between the exchanges."""
+
+
+@runtime_checkable
+class SharesNorm(Protocol):
+    """The further method of a state space of some heads, whose norm is of the heads of all ranks."""
+
+    def share_norm(self, gather: Callable[[Tensor], Tensor], sizes: RecurrenceSizes) -> None:
+        """Give results [T, out_width] of all ranks from now on, before the first step.
+
+        gather: returns the columns of all ranks [T, out_width] from this rank's. sizes: of all ranks.
+        """
 
 
 class Experts(Product, Protocol):

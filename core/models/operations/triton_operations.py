@@ -33,7 +33,7 @@ from kernels.dequantize import FLOAT_CODES, PLAIN_TYPES
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, Scales
-from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.recurrence import RecurrenceParts, RecurrenceSizes, StateRows
 from kernels.routing import Routing
 from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
 from kernels.torch.rope import query_factors
@@ -54,7 +54,7 @@ from kernels.triton.ordered_product import ARITHMETIC, ordered_product
 from kernels.triton.output_gate import open_gates
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
-from kernels.triton.recurrence import DeviceStates, TritonRecurrence, device_states
+from kernels.triton.recurrence import CommonNorm, DeviceStates, TritonRecurrence, device_states
 from kernels.triton.rope import TritonRope
 from kernels.triton.routed.experts import AnyLinear, DeviceExpert, TritonExperts
 from kernels.triton.routed.packed_experts import Scratch
@@ -135,6 +135,21 @@ class TritonLatentAttend:
         """Store the tokens' vectors. Return the queries."""
         (cos, sin, _), (cache, place) = step.tables[self._kind], step.cache.part(index)
         return self._latent.begin(x, cos, sin, step.slots, cache, place)
+
+
+@dataclass(frozen=True)
+class TritonRecur:
+    """One layer's recurrence."""
+
+    recurrence: TritonRecurrence
+
+    def __call__(self, tokens: torch.Tensor, step: TritonStep, _: int) -> torch.Tensor:
+        assert step.requests is not None, "a step of a model with recurrent states lacks them"
+        return self.recurrence(tokens, step.positions, step.requests)
+
+    def share_norm(self, gather: Callable[[torch.Tensor], torch.Tensor], sizes: RecurrenceSizes) -> None:
+        """Give results of all ranks from now on; see SharesNorm."""
+        self.recurrence.common_norm = CommonNorm(gather, sizes)
 
 
 class TritonOperations:
@@ -371,13 +386,7 @@ class TritonOperations:
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the recurrence of one layer."""
-        own = TritonRecurrence(parts, place, self.device)
-
-        def renew(tokens: torch.Tensor, step: TritonStep, _: int) -> torch.Tensor:
-            assert step.requests is not None, "a step of a model with recurrent states lacks them"
-            return own(tokens, step.positions, step.requests)
-
-        return renew
+        return TritonRecur(TritonRecurrence(parts, place, self.device))
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return attention's output times the sigmoid of gates, of each number or each head."""

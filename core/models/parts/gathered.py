@@ -6,11 +6,12 @@ each. A number is summed by one rank, so it has the same bits as in one process.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from core.models.config import ModelConfig
 from core.models.layers.layer import Layer
 from core.models.layers.mlp import DenseMlp
-from core.models.operations.operations import Product
+from core.models.operations.operations import Product, SharesNorm
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.ranges import Range
 from core.models.parts.rank import GathersParts
@@ -76,11 +77,18 @@ class GatheredParts:
         if (recurrent := config.recurrent) is not None:
             self._recurred = [one.recurrent(recurrent).columns.length for one in every]
             self._num_turns = num_turns(recurrent)
+        has_norm = recurrent is not None and recurrent.kind == "state space" and recurrent.has_norm
+        #: Of state spaces whose heads of all ranks have one norm; None: there are none.
+        self._normed = recurrent.sizes if recurrent is not None and has_norm else None
 
     def layer(self, layer: Layer) -> Layer:
         """Return the layer with whole results."""
         mixer, mlp = layer.mixer, layer.mlp
         mixed, turns = (self._recurred, self._num_turns) if mixer.is_recurrent else (self._attended, 1)
+        if mixer.is_recurrent and self._normed is not None:
+            assert isinstance(mixer.mix, SharesNorm), type(mixer.mix)
+            mixer.mix.share_norm(partial(self._group.gather, widths=self._recurred), self._normed)
+            mixed = []  # its results are whole
         mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, mixed, self._hidden, turns))
         if isinstance(mlp, DenseMlp):
             mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, self._gated, self._hidden))

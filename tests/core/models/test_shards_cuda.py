@@ -123,6 +123,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def state_space(num_groups: int, *, has_norm: bool = True) -> RecurrentParts:
+    heads: dict[str, Any] = {"num_heads": 6, "num_groups": num_groups, "has_norm": has_norm}
+    own: dict[str, Any] = {"taps": 4, "key_dim": 8, "value_dim": 20, "channels": 2 * num_groups * 8 + 120}
+    return RecurrentParts(kind="state space", layers=(0,), has_bias=True, **own, **heads)
+
+
+MODELS |= {
+    "state space": {"recurrent": state_space(3)},
+    "state space of one group": {"recurrent": state_space(1)},
+    "state space without a norm": {"recurrent": state_space(2, has_norm=False)},
+}
+
+
 def config_of(kind: str) -> ModelConfig:
     base = shape_config(kind if kind == "qwen3" else "llama")
     num_layers = 2 if "recurrent" in MODELS[kind] else 1
@@ -172,6 +185,9 @@ def check(
         ("convolution", FLOAT32, (2,)),
         pytest.param("delta", BFLOAT16, (3,), marks=pytest.mark.soak),
         ("delta in turns", FLOAT32, (2,)),
+        ("state space", BFLOAT16, (2,)),
+        ("state space of one group", FLOAT32, (3,)),
+        pytest.param("state space without a norm", FLOAT32, (2,), marks=pytest.mark.soak),
     ],
 )
 def test_every_bit_is_that_of_one_device(kind: str, dtype: Dtype, sizes: Sequence[int]) -> None:

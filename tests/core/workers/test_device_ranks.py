@@ -58,6 +58,14 @@ def test_every_bit_is_that_of_one_gpu(shallow: str) -> None:
     assert of_ranks(shallow, 2, kv_cache_dtype="int8") == alone
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_every_bit_of_state_spaces(tmp_path: Path) -> None:
+    """Their heads have one norm in common; states are swapped."""
+    (tmp_path / "config.json").write_text(json.dumps({**STATE_SPACE, "num_hidden_layers": 2}))
+    assert of_ranks(str(tmp_path), 2) == of_ranks(str(tmp_path), 1)
+
+
 TWO_GROUPS: dict[str, Any] = {"linear_num_key_heads": 2}
 DRAFTS: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
 
@@ -102,12 +110,9 @@ def test_what_several_gpus_lack_is_refused_by_name(folder: str, options: dict[st
         load_executor(config_of(folder, 2, **OPTIONS, **options))
 
 
-def test_more_query_heads_than_ranks_and_no_state_spaces(folder: str, tmp_path: Path) -> None:
+def test_no_more_ranks_than_query_heads(folder: str) -> None:
     with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
         load_executor(config_of(folder, 5, **OPTIONS))
-    (tmp_path / "config.json").write_text(json.dumps(STATE_SPACE))
-    with pytest.raises(ConfigError, match="does not support the state spaces of "):
-        load_executor(config_of(str(tmp_path), 2, **OPTIONS))
 
 
 def test_more_ranks_than_gpus_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -393,8 +393,11 @@ def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[st
         yield recurrence.recur_kernel, given, {**sizes, **kind, **blocks}, {}
         ends = {"results": FLOAT, "x": HALF, "norm": FLOAT, "out": HALF}
         ends |= {"width": "i32", "gates_at": "i32", "eps": "fp32"}
-        parts = {"WIDTH": 128, "PARTS": heads, "BEFORE": not is_delta, "NORMED": True, "BLOCK": 128}
+        parts = {"WIDTH": 128, "PARTS": heads, "BEFORE": not is_delta, "GATED": True, "NORMED": True, "BLOCK": 128}
         yield recurrence.close_kernel, ends, parts, {}
+        if not is_delta:  # of a rank: gates, and after an exchange the norm
+            yield recurrence.close_kernel, {**ends, "out": FLOAT}, {**parts, "NORMED": False}, {}
+            yield recurrence.close_kernel, ends, {**parts, "GATED": False}, {}
 
 
 def loras() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
