@@ -106,7 +106,6 @@ def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
         "layers that share K and V": model.num_shared_layers > 0 and is_on_device,
         "inputs of single layers": model.per_layer is not None and is_on_device,
         "normalised values": model.value_norm and is_on_device,
-        "hidden states in several streams": model.streams is not None,
         "a table of positions": model.position_table,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

@@ -79,8 +79,5 @@ def device_model(
 def _gathered(model: Llama, config: ModelConfig, rank: Rank) -> Llama:
     """Return the rank's part of a model, with the results of all ranks. config: of the whole model."""
     assert not isinstance(rank.memory, SharedMemory | SeparateMemory), type(rank.memory)
-    assert model.head is not None, "a decoder has a head"
-    parts = GatheredParts(config, rank.shard, rank.memory)
-    model.layers = [parts.layer(layer) for layer in model.layers]
-    model.embedding, model.head = parts.embedding(model.embedding), parts.head(model.head)
+    model.gather(GatheredParts(config, rank.shard, rank.memory))
     return model

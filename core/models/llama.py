@@ -32,12 +32,14 @@ from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from core.models.operations.weight_form import WeightForm
+from core.models.parts.gathered import GatheredParts
 from core.models.parts.rank import Rank
 from core.models.parts.weight_parts import WeightParts
 from core.models.step import ONCE, GivenRows, HiddenResult, ModelInputs, StepResult
 from ipc.options.model_options import Numerics
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.decoder import CpuDecoder
+from kernels.cpu.group import HostGroup, SeparateMemory, SharedMemory
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
@@ -140,6 +142,9 @@ class Llama:
         self.layers = self._build_layers(parts)
         self._build_end(parts, head)
         self.decoder = self._build_decoder(whole, rank)
+        if self.decoder is None and rank is not None and isinstance(rank.memory, SharedMemory | SeparateMemory):
+            assert self.library is not None, "ranks on a CPU have the C kernels"
+            self.gather(GatheredParts(whole, rank.shard, HostGroup(self.library, rank.memory, *rank.shard)))
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
         """Build the embedding. Return the head if it has the same weights, otherwise None."""
@@ -186,6 +191,12 @@ class Llama:
             rank=rank,
             per_layer=self.per_layer,
         )
+
+    def gather(self, parts: GatheredParts) -> None:
+        """Put the results of a rank's operations, which run one by one, together with those of the others."""
+        assert self.head is not None, "a decoder has a head"
+        self.layers = [parts.layer(layer) for layer in self.layers]
+        self.embedding, self.head = parts.embedding(self.embedding), parts.head(self.head)
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.head(weight, bias)

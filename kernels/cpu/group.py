@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.arrays import Ints
-from kernels.cpu.structs import GroupArguments, GroupStreams, Place, Ranks
+from kernels.arrays import Bools, Floats, Ints
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.structs import GatherArguments, GroupArguments, GroupStreams, Place, Ranks
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
@@ -27,7 +28,7 @@ class SharedMemory:
 
     _NAMES = (
         *("embedded", "attended", "recurred", "gated", "expert_gated", "shared_gated", "added"),
-        *("logits", "largest", "asked", "tail_picked"),
+        *("logits", "largest", "asked", "tail_picked", "even", "odd"),
     )
 
     def __init__(self, fd: int) -> None:
@@ -84,6 +85,50 @@ class SeparateMemory:
     def reserve(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
         """Return new memory."""
         return aligned_empty(shape, dtype)
+
+
+class HostGroup:
+    """The exchanges of a rank whose operations run one by one. All ranks call the same methods in the same order."""
+
+    def __init__(self, library: CpuLibrary, memory: SharedMemory | SeparateMemory, rank: int, size: int) -> None:
+        self._memory, self._rank, self._size = memory, rank, size
+        self._gather_rows = library.function("group_gather_rows", ctypes.POINTER(GatherArguments))
+        #: Of two exchanges that follow each other: when a rank writes to one again, all have read it.
+        self._buffers = {"even": np.zeros(0, np.uint8), "odd": np.zeros(0, np.uint8)}
+        self._next = "even"
+
+    def gather(self, part: Numbers, widths: Sequence[int]) -> Numbers:
+        """Return the columns of all ranks, rank after rank [T, sum(widths)]. part [T, own width]: this rank's.
+
+        widths: of each rank's columns.
+        """
+        bounds = np.concatenate(([0], np.cumsum(widths)))
+        shape = len(part), int(bounds[-1])
+        if not math.prod(shape):
+            return np.empty(shape, part.dtype)
+        name, self._next = self._next, "odd" if self._next == "even" else "even"
+        every = self._buffer(name, math.prod(shape) * part.itemsize).view(part.dtype).reshape(shape)
+        every[:, bounds[self._rank] : bounds[self._rank + 1]] = part
+        ranks = Ranks(self._memory.state, self._memory.streams, self._rank, self._size)
+        place = Place(bounds[self._rank], bounds[-1], bounds.ctypes.data)
+        self._gather_rows(GatherArguments(ranks, place, every.ctypes.data, len(part), part.itemsize))
+        return every.copy()
+
+    def _buffer(self, name: str, num_bytes: int) -> Numbers:
+        if len(self._buffers[name]) < num_bytes:
+            self._buffers[name] = self._memory.reserve(name, (1 << (num_bytes - 1).bit_length(),), np.dtype(np.uint8))
+        return self._buffers[name][:num_bytes]
+
+    def join_rows(self, rows: Floats, elsewhere: Bools) -> Floats:
+        """Return rows [T, d] float32 of which each is one rank's. elsewhere [T]: which are not this one's.
+
+        The bits are added as integers, to which all ranks but one give zeros.
+        """
+        width = rows.shape[1]
+        rows[elsewhere] = 0.0
+        words = self.gather(rows, [width] * self._size).view(np.int32).reshape(len(rows), self._size, width)
+        joined: Floats = words.sum(1, dtype=np.int32).view(np.float32)
+        return joined
 
 
 class RecurrencePlaces(NamedTuple):

@@ -247,6 +247,13 @@ class Ranks(CStruct):
     _fields_ = (*_fields("state streams", _POINTER), *_fields("rank size", _INT32))
 
 
+class GatherArguments(CStruct):
+    """Arguments of group_gather_rows() (group.h)."""
+
+    c_name = "GroupGather"
+    _fields_ = (("ranks", Ranks), ("place", Place), ("y", _POINTER), *_fields("num_rows element", _INT64))
+
+
 class GroupArguments(CStruct):
     """The group of ranks that a decoder belongs to (decoder.h)."""
 

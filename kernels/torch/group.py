@@ -40,12 +40,13 @@ class DeviceGroup:
             return every.transpose(0, 1).reshape(count, -1)
         return torch.cat([columns[:, :width] for columns, width in zip(every, widths, strict=True)], 1)
 
-    def join_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows [T, d] float32 of which each is one rank's, and all zeros at the others, in place.
+    def join_rows(self, rows: torch.Tensor, elsewhere: torch.Tensor) -> torch.Tensor:
+        """Return rows [T, d] float32 of which each is one rank's, in place. elsewhere [T]: which are not this one's.
 
         The bits are added as integers. As all but one rank's are zero, no order of the ranks changes a bit.
         """
         assert rows.dtype == torch.float32, rows.dtype
+        rows.masked_fill_(elsewhere[:, None], 0.0)
         if len(rows):
             self._add_words(rows.view(torch.int32))
         return rows

@@ -1,4 +1,4 @@
-"""The products of a rank with its own device, whose columns are gathered from all ranks (tensor_parallel_size).
+"""The products of a rank whose operations run one by one, and whose columns are gathered (tensor_parallel_size).
 
 The heads of attention and of recurrent layers, the columns of gate and up, and those of results belong to one rank
 each. A number is summed by one rank, so it has the same bits as in one process.
@@ -10,7 +10,7 @@ from functools import partial
 
 from core.models.config import ModelConfig
 from core.models.layers.layer import Layer
-from core.models.layers.mlp import DenseMlp
+from core.models.layers.mlp import DenseMlp, SparseMlp
 from core.models.operations.operations import Product, SharesNorm
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.ranges import Range
@@ -53,9 +53,8 @@ class _GatheredEmbedding:
     own: Range  # tokens
 
     def __call__(self, ids: Tensor) -> Tensor:
-        rows = self.embedding((ids - self.own.first).clamp(0, self.own.length - 1))
-        elsewhere = (ids < self.own.first) | (ids >= self.own.last)
-        return self.group.join_rows(rows.masked_fill_(elsewhere[:, None], 0.0))
+        rows = self.embedding((ids - self.own.first).clip(0, self.own.length - 1))
+        return self.group.join_rows(rows, (ids < self.own.first) | (ids >= self.own.last))
 
 
 class GatheredParts:
@@ -92,6 +91,9 @@ class GatheredParts:
         mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, mixed, self._hidden, turns))
         if isinstance(mlp, DenseMlp):
             mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, self._gated, self._hidden))
+        if isinstance(mlp, SparseMlp):  # whose gates count or not by those of all ranks
+            gate, up = (_GatheredProduct(one, self._group, (), self._gated) for one in (mlp.gate, mlp.up))
+            mlp = replace(mlp, gate=gate, up=up, down=_GatheredProduct(mlp.down, self._group, (), self._hidden))
         return replace(layer, mixer=mixer, mlp=mlp)
 
     def embedding(self, embedding: Operation) -> Operation:

@@ -9,13 +9,16 @@ from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
 class GathersParts(Protocol):
-    """What the operations of a rank with its own device exchange with other ranks (kernels/torch/group.py)."""
+    """What operations that run one by one exchange with other ranks.
+
+    With a device of its own: kernels/torch/group.py; on a CPU: HostGroup of kernels/cpu/group.py.
+    """
 
     def gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all ranks [T, sum(widths)]. part [T, own width]: this rank's."""
 
-    def join_rows(self, rows: Tensor) -> Tensor:
-        """Return rows [T, d] float32 of which each is one rank's, and zeros at the others."""
+    def join_rows(self, rows: Tensor, elsewhere: Tensor) -> Tensor:
+        """Return rows [T, d] float32 of which each is one rank's. elsewhere [T]: which are not this one's."""
 
 
 class Rank(NamedTuple):

@@ -29,8 +29,12 @@ _ROUTER = {
 }
 #: What each rank has of latent attention as a whole: the vector that is cached, and that of queries.
 _LATENT = {f"self_attn.{name}" for name in ("q_a_proj", "q_a_norm", "kv_a_proj", "kv_a_norm")}
-#: What each rank has of a layer's own inputs as a whole; these are small.
+#: What each rank has of a layer's own inputs as a whole, and of hidden states in streams; these are small.
 _OWN_INPUTS = {"per_layer_input_gate", "per_layer_projection"}
+_STREAMS = {
+    *(f"streams.{name}" for name in ("router_norm", "router", "prediction", "correction", "scale")),
+    *(f"residual.{name}" for name in ("left", "right", "norm")),
+}
 #: Adjacent columns of a packed matrix (kernels/cpu/c/products/gemm.h). A rank gets whole panels if there are enough.
 _PANEL = 32
 
@@ -148,6 +152,7 @@ class _ShardedParts(WeightParts):
         if config.qk_norm_of_rows:
             self._whole |= {"self_attn.q_norm", "self_attn.k_norm"}
         self._whole |= _OWN_INPUTS if config.per_layer is not None else set[str]()
+        self._whole |= _STREAMS if config.streams is not None else set[str]()
         self._whole |= {"layer_scale"} if config.layer_scales else set[str]()
         self._norm_shapes = {(config.hidden_size,), *((config.heads_of(layer).head_dim,) for layer in every)}
 

@@ -79,6 +79,7 @@ MODELS = {
     "shared keys and values of one head": msgspec.structs.replace(
         KINDS["shared keys and values"], num_attention_heads=8, num_key_value_heads=4, logits_cap=3.0, vocab_size=299
     ),
+    "streams": KINDS["streams and sparse gates"],
     "latent": KINDS["latent attention"],
     "latent queries": KINDS["latent queries"],
     "latent of two tensors": msgspec.structs.replace(
@@ -213,7 +214,7 @@ def test_packed_matrices_of_ranks(name: str, form: WeightForm, library: CpuLibra
     "name",
     [
         *("convolutions", "delta in turns", "state space of one group", "state space", "experts and delta"),
-        *("latent", "latent queries"),
+        *("latent", "latent queries", "shared keys and values", "streams"),
     ],
 )
 def test_states_of_ranks_that_share_no_memory_are_those_of_one(name: str, library: CpuLibrary) -> None:

@@ -108,6 +108,45 @@ LATENT = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
 }
+_GEMMA = {
+    **MODEL,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 24,
+    "rope_local_base_freq": 1000.0,
+}
+#: Gemma 3n: hidden states in streams, sparse gates, layers that share K and V, inputs of single layers.
+STREAMS = {
+    **_GEMMA,
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 490,
+    "laurel_rank": 16,
+    "altup_num_inputs": 3,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0],
+    "final_logit_softcapping": 3.0,
+}
+#: Gemma 4 26B: heads of two sizes, V that is K, experts alongside dense MLPs.
+BESIDE = {
+    **_GEMMA,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 80,
+}
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "float32",

@@ -19,11 +19,13 @@ from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from kernels.cpu.group import make_shared_file
 from tests.core.workers.part_answers import (
+    BESIDE,
     CONVOLUTIONS,
     HYBRID,
     LATENT,
     ROUTED,
     STATE_SPACE,
+    STREAMS,
     answers,
     config_of,
     kill,
@@ -65,11 +67,16 @@ def test_workers_keep_the_states_of_recurrent_layers(
     assert answers(config, {9: kill(0)}, least_accepted=9) == hybrid_alone
 
 
-@pytest.mark.parametrize("own", [ROUTED, LATENT], ids=["routed", "latent"])
-def test_ranks_divide_routed_mlps_and_latent_attention(tmp_path: Path, own: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "own",
+    [ROUTED, LATENT, STREAMS, pytest.param(BESIDE, marks=pytest.mark.soak)],
+    ids=["routed", "latent", "streams", "beside"],
+)
+def test_ranks_divide_layers_of_other_kinds(tmp_path: Path, own: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(own))
-    alone = answers(config_of(str(tmp_path), 1))
-    assert answers(config_of(str(tmp_path), 2, threads=1 + (own is ROUTED)), {9: kill(1)}) == alone
+    options = {"num_gpu_blocks_override": 16} if own is BESIDE else {}  # its blocks are pages
+    alone = answers(config_of(str(tmp_path), 1, **options))
+    assert answers(config_of(str(tmp_path), 2, threads=1 + (own is ROUTED), **options), {9: kill(1)}) == alone
 
 
 @pytest.mark.soak

@@ -123,6 +123,9 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Ranks
     WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size)
 #undef STRUCT
+#define STRUCT GroupGather
+    WHOLE FIELD(ranks) FIELD(place) FIELD(y) FIELD(num_rows) FIELD(element)
+#undef STRUCT
 #define STRUCT DecoderGroup
     WHOLE FIELD(ranks) FIELD(hidden) FIELD(vocabulary) FIELD(expert_gated)
     FIELD(shared_gated) FIELD(num_words) FIELD(num_turns) FIELD(norm_size)

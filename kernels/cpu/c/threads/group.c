@@ -159,3 +159,11 @@ void group_gather(const Ranks *ranks, void *y, int64_t num_rows, const Place *pl
     if (thread == 0) exchange_columns(ranks->streams, y, num_rows, place, element, to_first);
     pool_barrier();
 }
+
+static void gather_job(void *args, int thread, int num_threads) {
+    (void)num_threads;
+    const GroupGather *gather = args;
+    group_gather(&gather->ranks, gather->y, gather->num_rows, &gather->place, gather->element, 0, thread);
+}
+
+EXPORT void group_gather_rows(const GroupGather *args) { pool_run(gather_job, (void *)args); }

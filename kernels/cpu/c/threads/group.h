@@ -46,6 +46,16 @@ void group_wait_all(const Ranks *ranks, int thread);
 void group_gather(const Ranks *ranks, void *y, int64_t num_rows, const Place *place, int64_t element, int to_first,
                   int thread);
 
+/* Arguments of group_gather(), for a caller that is no job of the pool. */
+typedef struct {
+    Ranks ranks;
+    Place place;
+    void *y;
+    int64_t num_rows, element;
+} GroupGather;
+
+void group_gather_rows(const GroupGather *args);
+
 /* Return room for the parts of all ranks in an exchange, one after the other; its content may be lost. */
 char *group_room(GroupStreams *streams, int64_t bytes);
 
