@@ -17,6 +17,8 @@ RECURRENCES = ("short convolution", "gated delta", "state space")
 RecurrenceKind = Literal["short convolution", "gated delta", "state space"]
 #: The most taps of a convolution; MAX_TAPS in kernels/cpu/c/layers/recurrence.h.
 MAX_TAPS = 8
+#: Rows of the C kernel's buffer at most; MIXED_ROWS there.
+MIXED_ROWS = 64
 _STRIP = 32  # the enum of kernels/cpu/c/layers/recurrence.h
 _LINE = 16  # floats of a cache line
 

@@ -42,7 +42,7 @@ from kernels.cpu.structs import (
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 from kernels.memory.kv_cache import MixedKVCache
-from kernels.recurrence import StateRows
+from kernels.recurrence import MIXED_ROWS, StateRows
 
 
 class DecoderResult:
@@ -443,7 +443,7 @@ class CpuDecoder:
                 self._room.reserve(rows, self._experts[0])
                 self._step.experts_room = ctypes.addressof(self._room.arguments)
             if self._mixed_width:
-                self._keep("mixed", (rows, self._mixed_width), FLOAT32)
+                self._keep("mixed", (min(rows, MIXED_ROWS), self._mixed_width), FLOAT32)
                 self._step.mixed_stride = self._mixed_width
             if self._normalises_added:
                 self._keep("normed", (rows, self._width), FLOAT32)

@@ -9,7 +9,7 @@ from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.mixer_structs import RecurrenceArguments, RecurrenceStepArguments
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
-from kernels.recurrence import MAX_TAPS, RECURRENCES, RecurrenceParts, StateRows
+from kernels.recurrence import MAX_TAPS, MIXED_ROWS, RECURRENCES, RecurrenceParts, StateRows
 
 
 class CpuRecurrence:
@@ -62,7 +62,7 @@ class CpuRecurrence:
         assert tokens.flags.c_contiguous, tokens.strides
         assert tokens.shape == (requests.firsts[-1], self.width), (tokens.shape, requests.firsts)
         out = aligned_empty((len(tokens), self.sizes.out_width), self._dtype)
-        mixed: Floats = aligned_empty((len(tokens), self.sizes.mixed_width), FLOAT32)
+        mixed: Floats = aligned_empty((min(len(tokens), MIXED_ROWS), self.sizes.mixed_width), FLOAT32)
         self._run(
             RecurrenceStepArguments(
                 ctypes.addressof(self.arguments),

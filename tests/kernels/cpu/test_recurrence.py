@@ -14,7 +14,7 @@ from kernels.cpu.library import ARITHMETIC, CpuLibrary, load_cpu_library
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.states import allocate_states
-from kernels.recurrence import RecurrenceParts, RecurrenceSizes, StateRows, recur
+from kernels.recurrence import MIXED_ROWS, RecurrenceParts, RecurrenceSizes, StateRows, recur
 
 #: Channels and values that end within a vector, a strip and a cache line; several heads to a group.
 SIZES = {
@@ -127,13 +127,15 @@ def test_a_tokens_bits_do_not_depend_on_chunks_neighbours_and_threads(
     """Nor do the state's. Rows are used again, by requests that begin."""
     sizes = SIZES[name]
     layer = CpuRecurrence(library, parts_of(sizes), dtype, OFFSET)
-    mine, other = tokens_of(sizes, 40, dtype), tokens_of(sizes, 50, dtype, seed=6)
+    mine, other = tokens_of(sizes, 27 + MIXED_ROWS, dtype), tokens_of(sizes, 50, dtype, seed=6)
     expected, state = alone(layer, mine)
     library.start_threads(num_threads)
     states = allocate_states(3, len(state))
     states.fill(np.nan)
     got, at = [], 0
-    for turn, count in enumerate((1, 13, 2, 1, 23)):
+    for turn, count in enumerate(
+        (1, 13, 2, 1, 10 + MIXED_ROWS)
+    ):  # the last ones and their neighbours are several tiles
         neighbours = [(0, 0, other[: 1 + 3 * turn]), (1, 0, other[:7])][: turn % 3]
         results = step(layer, states, *neighbours, (2, at, mine[at : at + count]))
         got.append(results[-1])
@@ -148,16 +150,19 @@ def test_a_tokens_bits_do_not_depend_on_chunks_neighbours_and_threads(
 def test_states_behind_chosen_tokens_are_copied(name: str, num_threads: int, library: CpuLibrary) -> None:
     """Each is the state of a request that ends with the token, and a request goes on from it to the same bits."""
     sizes = SIZES[name]
-    layer, tokens = CpuRecurrence(library, parts_of(sizes), BFLOAT16, OFFSET), tokens_of(sizes, 12, BFLOAT16)
+    count = MIXED_ROWS + 12
+    layer, tokens = CpuRecurrence(library, parts_of(sizes), BFLOAT16, OFFSET), tokens_of(sizes, count, BFLOAT16)
     expected, _ = alone(layer, tokens)
     library.start_threads(num_threads)
     states = allocate_states(5, OFFSET + sizes.state_size)
     states.fill(np.nan)
-    saves: Ints = np.full(12, -1)
-    saves[[0, 4, 10]] = 4, 0, 2
-    rows = StateRows(states, np.array([1]), np.array([0, 12]), saves)
-    assert layer(tokens, np.arange(12), rows).tobytes() == expected.tobytes()
-    for token, place in ((0, 4), (4, 0), (10, 2)):
+    places = (0, 4), (MIXED_ROWS - 2, 0), (MIXED_ROWS + 1, 2)
+    saves: Ints = np.full(count, -1)
+    for token, place in places:
+        saves[token] = place
+    rows = StateRows(states, np.array([1]), np.array([0, count]), saves)
+    assert layer(tokens, np.arange(count), rows).tobytes() == expected.tobytes()
+    for token, place in places:
         (rest,) = step(layer, states, (place, token + 1, tokens[token + 1 :]))
         assert rest.tobytes() == expected[token + 1 :].tobytes()
     assert np.isnan(states[3]).all()

@@ -25,6 +25,9 @@ enum { SHORT_CONVOLUTION = 0, GATED_DELTA = 1, STATE_SPACE = 2 };
 /* Values of a head are computed in strips of STRIP columns, which the first level cache keeps. */
 enum { STRIP = 32, MAX_TAPS = 8 };
 
+/* A step's tokens are computed in tiles of this many, whose channels stay in the caches. */
+enum { MIXED_ROWS = 64 };
+
 /* A layer; made once. A row of its input has [b, c, x] (SHORT_CONVOLUTION), [q, k, v, z, b, a] (GATED_DELTA) or [z,
  * v, k, q, dt] (STATE_SPACE); the channels are the convolved ones, in their order. */
 typedef struct {
@@ -46,7 +49,7 @@ typedef struct {
     const Recurrence *layer;
     const void *in; /* [T, width] of dtype */
     void *out;      /* [T, channels] of dtype for SHORT_CONVOLUTION; otherwise [T, num_heads * value_dim] */
-    float *mixed;   /* [T, mixed_stride]: room for the channels, then two factors for each head */
+    float *mixed;   /* [T, at most MIXED_ROWS; mixed_stride]: room for the channels, then two factors for each head */
     float *states;  /* [requests' rows, state_stride]: convolution's last inputs [taps - 1, channels], then at a multiple
                      * of 16 the heads' strips [num_heads, strips, key_dim, STRIP] */
     const int64_t *rows, *firsts; /* [R] row of each request's state; [R + 1] its first token */
