@@ -9,9 +9,7 @@
 
 enum { GROUPS = 5 };
 
-static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = {INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2),
-                                                               INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4),
-                                                               INT8_UNPACKED_ROW(5), INT8_UNPACKED_ROW(6)};
+static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_UNPACKED_ROWS;
 static Int8Group groups[GROUPS];
 static Int8Block x[INT8_ROWS][GROUPS];
 

@@ -207,9 +207,10 @@ INLINE Floats load_bytes(const void *from) {
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #elif defined(WITH_NEON)
+    const uint8x16_t places = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
     uint32_t four;
     memcpy(&four, from, sizeof four);
-    return (Floats)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+    return (Floats)vcvtq_f32_u32(vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(four)), places)));
 #else
     Bytes bytes;
     memcpy(&bytes, from, sizeof bytes);
@@ -230,9 +231,11 @@ INLINE Floats load_signed_bytes(const void *from) {
 #elif defined(__AVX2__)
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #elif defined(WITH_NEON)
+    const uint8x16_t places = {255, 255, 255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3};
     uint32_t four;
     memcpy(&four, from, sizeof four);
-    return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
+    const uint8x16_t upper = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(four)), places); /* 2 ** 24 times each */
+    return (Floats)vcvtq_n_f32_s32(vreinterpretq_s32_u8(upper), 24);
 #else
     SignedBytes bytes;
     memcpy(&bytes, from, sizeof bytes);

@@ -8,16 +8,13 @@
 #include "products/int8_block.h"
 #include "threads/pool.h"
 
-/* Groups of a panel whose codes are unpacked at once, to memory that the first level cache keeps. */
-enum { SLICE_GROUPS = 24 };
-
 /* Rows whose sums are kept in memory during that, and blocks of x that a second level cache keeps with them. */
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
 /* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
- * memory is faster, with SMMLA from five rows on. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
-#if defined(NEON_I8MM)
-enum { FEW_ROWS = INT8_PACKED_ROWS };
+ * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
+#if defined(WITH_NEON)
+enum { FEW_ROWS = 8 };
 #else
 enum { FEW_ROWS = 16 };
 #endif
@@ -162,6 +159,30 @@ INLINE void store_two_steps(uint8_t *codes, const int v, const Words even, const
 #endif
 }
 
+/* Vectors of columns that are unpacked together: NEON loads and stores two at once. */
+#if defined(WITH_NEON)
+enum { VECTORS_TOGETHER = 2 };
+#else
+enum { VECTORS_TOGETHER = 1 };
+#endif
+
+/* Unpack the codes of some vectors from vector v on, and add `raised` to each. */
+INLINE void unpack_codes(Int8Group *to, const char *codes, const int v, const Table levels, const AllBytes raised,
+                         const int type) {
+    const int never_raised = HAS_SIGNED_CODES && (has_minimum(type) || is_wide(type));
+#pragma GCC unroll 4
+    for (int s = 0; s < 8; s += 2) {
+        Words steps[2][PANEL_VECTORS];
+        codes_of_two_steps(steps, codes + v * VECTOR_BYTES, s, levels, type, VECTORS_TOGETHER);
+#pragma GCC unroll 2
+        for (int i = 0; i < VECTORS_TOGETHER; i++) {
+            AllBytes even = (AllBytes)steps[0][i], odd = (AllBytes)steps[1][i];
+            if (!never_raised) even += raised, odd += raised;
+            store_two_steps(to->codes[s], v + i, (Words)even, (Words)odd);
+        }
+    }
+}
+
 INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     const QuantizedLayout layout = layout_of(type);
     const AllBytes raised = (AllBytes)all_words((uint8_t)work->raised_by * 0x01010101u);
@@ -175,13 +196,9 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
                 store_floats(to->scale[half] + v * LANES, scales.scale[half]);
                 if (has_minimum(type)) store_floats(to->minimum[half] + v * LANES, scales.minimum[half]);
             }
-#pragma GCC unroll 4
-            for (int s = 0; s < 8; s += 2) {
-                const Words even = codes_of_step(group + layout.scale_bytes, v, s, own.levels, type);
-                const Words odd = codes_of_step(group + layout.scale_bytes, v, s + 1, own.levels, type);
-                store_two_steps(to->codes[s], v, (Words)((AllBytes)even + raised), (Words)((AllBytes)odd + raised));
-            }
         }
+        for (int v = 0; v < PANEL_VECTORS; v += VECTORS_TOGETHER)
+            unpack_codes(to, group + layout.scale_bytes, v, own.levels, raised, type);
     }
 }
 

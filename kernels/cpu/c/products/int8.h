@@ -51,7 +51,14 @@ typedef struct {
 } Int8Group;
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. */
+#if defined(NEON_DOT) && !defined(NEON_I8MM)
+enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 4 };
+#else
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
+#endif
+
+/* Most unpacked groups at once: the first level cache keeps them. */
+enum { SLICE_GROUPS = 24 };
 
 typedef void (*Int8Function)(const Int8Work *work);
 typedef struct {

@@ -47,28 +47,64 @@ INLINE int place_in_group(const int k, const int column) {
 
 typedef uint8_t AllBytes __attribute__((vector_size(VECTOR_BYTES)));
 
-/* Return bits `plane` of each code of step s, from bit `to` on. */
-INLINE Words plane_of_step(const char *at, const int s, const int plane, const int to, const int planes) {
+/* Load `count` vectors of columns side by side. */
+INLINE void load_row(Words row[], const char *at, const int count) {
+#if defined(WITH_NEON) && defined(__GNUC__) && !defined(__clang__) /* GCC 12 loads vectors one by one */
+    if (count % 2 == 0) {
+#pragma GCC unroll 4
+        for (int i = 0; i < count; i += 2)
+            __asm__("ldp %q0, %q1, %2"
+                    : "=w"(row[i]), "=w"(row[i + 1])
+                    : "Ump"(((const Words *)at)[i]), "m"(((const Words *)at)[i + 1]));
+        return;
+    }
+#endif
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) row[i] = load_words(at + i * VECTOR_BYTES);
+}
+
+/* Return bits `plane` of each code of step s, from bit `to` on; `row` is the one of that plane that has them. */
+INLINE Words plane_of_step(const Words row, const int s, const int plane, const int to) {
     const int bits = plane == FOURS ? 4 : plane == TWOS ? 2 : 1, steps = 8 / bits;
     const uint32_t mask = ((1u << bits) - 1) * 0x01010101;
-    const Words row = load_words(at + (first_row_of(planes, plane) + s / steps) * ROW_BYTES);
 #if defined(WITH_NEON) /* which shifts bytes: nothing is left to remove from their upper bits */
     if (to == 0 && s % steps == steps - 1) return (Words)((AllBytes)row >> (8 - bits));
 #endif
     return moved(row, s % steps * bits, to) & (mask << to);
 }
 
-/* Return four codes of each column as bytes: step `s` of a group. They have no sign, but see HAS_SIGNED_CODES. */
-INLINE Words codes_of_step(const char *codes, const int v, const int s, const Table levels, const int type) {
-    const char *at = codes + v * VECTOR_BYTES;
+/* Rows of words that have two steps of a vector of columns: of BYTES both. */
+typedef struct {
+    Words bytes[2], fours, twos, ones;
+} StepRows;
+
+/* Return four codes of each column as bytes: step s. They have no sign, but see HAS_SIGNED_CODES. */
+INLINE Words codes_of_step(const StepRows *rows, const int s, const Table levels, const int type) {
     const int planes = planes_of(type), above = planes & FOURS ? 4 : 0;
-    if (planes == BYTES) return load_words(at + s * ROW_BYTES) ^ (0x80808080 ^ sign_bits(type));
+    if (planes == BYTES) return rows->bytes[s % 2] ^ (0x80808080 ^ sign_bits(type));
     Words found = {0};
-    if (planes & FOURS) found = plane_of_step(at, s, FOURS, 0, planes);
+    if (planes & FOURS) found = plane_of_step(rows->fours, s, FOURS, 0);
     if (has_levels(type)) return look_up(levels, found) ^ sign_bits(type);
-    if (planes & TWOS) found |= plane_of_step(at, s, TWOS, above, planes);
-    if (planes & ONES) found |= plane_of_step(at, s, ONES, above + (planes & TWOS ? 2 : 0), planes);
+    if (planes & TWOS) found |= plane_of_step(rows->twos, s, TWOS, above);
+    if (planes & ONES) found |= plane_of_step(rows->ones, s, ONES, above + (planes & TWOS ? 2 : 0));
     return found;
+}
+
+/* Write the codes of steps s and s + 1, of `count` vectors of columns from `at` on. */
+INLINE void codes_of_two_steps(Words codes[2][PANEL_VECTORS], const char *at, const int s, const Table levels,
+                               const int type, const int count) {
+    const int planes = planes_of(type);
+    Words row[4][PANEL_VECTORS] = {{{0}}};
+    if (planes == BYTES) load_row(row[0], at + s * ROW_BYTES, count), load_row(row[1], at + (s + 1) * ROW_BYTES, count);
+    if (planes & FOURS) load_row(row[0], at + s / 2 * ROW_BYTES, count);
+    if (planes & TWOS) load_row(row[2], at + (first_row_of(planes, TWOS) + s / 4) * ROW_BYTES, count);
+    if (planes & ONES) load_row(row[3], at + first_row_of(planes, ONES) * ROW_BYTES, count);
+#pragma GCC unroll 8
+    for (int i = 0; i < count; i++) {
+        const StepRows rows = {{row[0][i], row[1][i]}, row[0][i], row[2][i], row[3][i]};
+        codes[0][i] = codes_of_step(&rows, s, levels, type);
+        codes[1][i] = codes_of_step(&rows, s + 1, levels, type);
+    }
 }
 
 /* Add the products of four neighbours to each lane: codes of codes_of_step() times those of x, which have a sign. wide:
@@ -118,12 +154,28 @@ typedef struct {
 
 /* Prefetch packed codes while the first vectors of a group are multiplied. */
 INLINE void prefetch_codes(const Int8Work *work, const char *group, const int bytes, const int rows) {
+#if defined(NEON_DOT) /* a loop over some lines would take more instructions than all lines */
+    const char *ahead = group + (rows == 1 ? INT8_PREFETCH_BYTES : work->ahead);
+    __asm__("" : "+r"(ahead)); /* so that lines are offsets from it */
+#pragma GCC unroll 20
+    for (int line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
+#else
     if (rows == 1)
 #pragma GCC unroll 20
         for (int line = 0; line < bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
     else
         for (int line = work->first_line; line < bytes; line += work->line_step)
             __builtin_prefetch(group + work->ahead + line);
+#endif
+}
+
+INLINE Scales scales_of_unpacked(const Int8Group *group, const int v) {
+    Scales scales;
+    for (int half = 0; half < 2; half++) {
+        scales.scale[half] = load_floats(group->scale[half] + v * LANES);
+        scales.minimum[half] = load_floats(group->minimum[half] + v * LANES);
+    }
+    return scales;
 }
 
 INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, const int64_t g, const int v,
@@ -133,13 +185,7 @@ INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, cons
         const Int8Group *group = (const Int8Group *)work->panel + (g - work->first);
         parts.codes = (const char *)group->codes + v * VECTOR_BYTES;
 #pragma GCC unroll 2
-        for (int i = 0; i < INT8_VECTORS; i++) {
-            const int at = (v + i) * LANES;
-            for (int half = 0; half < 2; half++) {
-                parts.scales[i].scale[half] = load_floats(group->scale[half] + at);
-                parts.scales[i].minimum[half] = load_floats(group->minimum[half] + at);
-            }
-        }
+        for (int i = 0; i < INT8_VECTORS; i++) parts.scales[i] = scales_of_unpacked(group, v + i);
         return parts;
     }
     const QuantizedLayout layout = layout_of(type);
@@ -167,64 +213,40 @@ INLINE Signed zeros_of(const Int8Block *x, const int half, const int zero_bits, 
     return (Signed)all_words((uint32_t)x->zeros) >> (7 - zero_bits);
 }
 
-/* Return step s of a group, of INT8_VECTORS vectors. */
-INLINE void load_step_of_codes(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
-                               const int is_unpacked) {
-#pragma GCC unroll 2
-    for (int i = 0; i < INT8_VECTORS; i++)
-        codes[i] = is_unpacked ? load_words(parts->codes + s * ROW_BYTES + i * VECTOR_BYTES)
-                               : codes_of_step(parts->codes, i, s, parts->levels, type);
+/* Load steps s and s + 1 of a group, whose codes begin at `at`, of `count` vectors. */
+INLINE void load_two_steps(Words codes[2][PANEL_VECTORS], const char *at, const int s, const Table levels,
+                           const int type, const int is_unpacked, const int count) {
+    if (is_unpacked) {
+        load_row(codes[0], at + s * ROW_BYTES, count);
+        load_row(codes[1], at + (s + 1) * ROW_BYTES, count);
+    } else {
+        codes_of_two_steps(codes, at, s, levels, type, count);
+    }
 }
-
-#if defined(NEON_DOT)
-/* Add the products of step s. Lane `lane` of x has each row's codes. */
-INLINE void sum_lane(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Words x[INT8_ROWS],
-                     const int s, const int lane, const int rows, const int type, const int is_unpacked) {
-    Words codes[INT8_VECTORS];
-    load_step_of_codes(codes, parts, s, type, is_unpacked);
-#pragma GCC unroll 6
-    for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-        for (int i = 0; i < INT8_VECTORS; i++)
-            sums[row][i] = (Signed)vdotq_laneq_s32((int32x4_t)sums[row][i], (int8x16_t)codes[i], (int8x16_t)x[row], lane);
-}
-#endif
 
 /* Sum the products of one half of a group, or of all of it. */
 INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Int8Work *work,
                       const int64_t block, const int half, const int rows, const int type, const int is_unpacked) {
     const int count = has_halves(type) ? 4 : 8;
     const int zero_bits = is_unpacked ? work->zero_bits : BLOCK_TYPES[type].zero_bits;
+    Words codes[2][PANEL_VECTORS];
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++) {
         const Signed zeros = zeros_of(work->x + row * work->x_stride + block, half, zero_bits, type, is_unpacked);
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++) sums[row][i] = zeros;
     }
-#if defined(NEON_DOT)
-#pragma GCC unroll 2
-    for (int s = half * count; s < (half + 1) * count; s += 4) {
-        Words x[INT8_ROWS];
-#pragma GCC unroll 6
-        for (int row = 0; row < rows; row++) x[row] = load_words(work->x[row * work->x_stride + block].codes + s * 4);
-        sum_lane(sums, parts, x, s, 0, rows, type, is_unpacked);
-        sum_lane(sums, parts, x, s + 1, 1, rows, type, is_unpacked);
-        sum_lane(sums, parts, x, s + 2, 2, rows, type, is_unpacked);
-        sum_lane(sums, parts, x, s + 3, 3, rows, type, is_unpacked);
-    }
-    return;
-#endif
 #pragma GCC unroll 8
     for (int step = 0; step < count; step++) {
         const int s = half * count + step;
-        Words codes[INT8_VECTORS];
-        load_step_of_codes(codes, parts, s, type, is_unpacked);
+        if (s % 2 == 0) load_two_steps(codes, parts->codes, s, parts->levels, type, is_unpacked, INT8_VECTORS);
 #pragma GCC unroll 6
         for (int row = 0; row < rows; row++) {
             uint32_t x;
             memcpy(&x, work->x[row * work->x_stride + block].codes + s * 4, sizeof x);
 #pragma GCC unroll 2
-            for (int i = 0; i < INT8_VECTORS; i++) sums[row][i] = add_products(sums[row][i], codes[i], x, is_wide(type));
+            for (int i = 0; i < INT8_VECTORS; i++)
+                sums[row][i] = add_products(sums[row][i], codes[s % 2][i], x, is_wide(type));
         }
     }
 }

@@ -3,27 +3,40 @@
 #define INT8_FUNCTIONS_H
 
 #include "products/int8_block.h"
+#if defined(NEON_DOT)
+#include "products/int8_lanes.h"
+#endif
 #if defined(NEON_I8MM)
 #include "products/int8_pairs.h"
 #endif
 
+#if defined(NEON_DOT)
+#define INT8_MULTIPLY_PACKED(work, rows, type) multiply_by_lanes(work, rows, type, 0)
+#else
+#define INT8_MULTIPLY_PACKED(work, rows, type) multiply_groups(work, rows, type, 0)
+#endif
+#if defined(NEON_I8MM)
+#define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_pairs(work, rows, type)
+#elif defined(NEON_DOT)
+#define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_by_lanes(work, rows, type, 1)
+#else
+#define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_groups(work, rows, type, 1)
+#endif
+
+#if defined(WITH_NEON) && !defined(__clang__)
+/* GCC 12 would move loads so far ahead that the sums do not fit the registers. */
+#define KEEPS_ORDER __attribute__((optimize("no-schedule-insns")))
+#else
+#define KEEPS_ORDER
+#endif
+
 #define INT8_PACKED(name, type, rows) \
-    static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 0); }
+    static KEEPS_ORDER void name##_##rows(const Int8Work *work) { INT8_MULTIPLY_PACKED(work, rows, type); }
 #define INT8_PACKED_ENTRY(name, type, rows) [type] = name##_##rows,
 #define INT8_PACKED_TYPES(rows) EACH_INT8_TYPE(INT8_PACKED, rows)
 #define INT8_PACKED_ROW(rows) {EACH_INT8_TYPE(INT8_PACKED_ENTRY, rows)}
-#if defined(NEON_I8MM)
-#if defined(__clang__)
-#define KEEPS_ORDER
-#else /* GCC 12 would move loads so far ahead that sums of five and six rows do not fit the registers */
-#define KEEPS_ORDER __attribute__((optimize("no-schedule-insns")))
-#endif
 #define INT8_UNPACKED(name, rows, type) \
-    static KEEPS_ORDER void name##_##rows(const Int8Work *work) { multiply_pairs(work, rows, type); }
-#else
-#define INT8_UNPACKED(name, rows, type) \
-    static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 1); }
-#endif
+    static KEEPS_ORDER void name##_##rows(const Int8Work *work) { INT8_MULTIPLY_UNPACKED(work, rows, type); }
 #define INT8_UNPACKED_TYPES(rows)                                                                       \
     INT8_UNPACKED(bytes, rows, Q8_0) INT8_UNPACKED(scaled, rows, Q4_0) INT8_UNPACKED(moved_up, rows, Q4_1) \
     INT8_UNPACKED(halves, rows, Q6_K) INT8_UNPACKED(halves_moved_up, rows, Q2_K)
@@ -42,12 +55,16 @@ INT8_UNPACKED_TYPES(1)
 INT8_UNPACKED_TYPES(2)
 INT8_UNPACKED_TYPES(3)
 INT8_UNPACKED_TYPES(4)
+#define INT8_UNPACKED_FOUR_ROWS INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2), INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4)
+#if defined(NEON_DOT) && !defined(NEON_I8MM) /* INT8_ROWS */
+#define INT8_UNPACKED_ROWS {INT8_UNPACKED_FOUR_ROWS}
+#else
 INT8_UNPACKED_TYPES(5)
 INT8_UNPACKED_TYPES(6)
+#define INT8_UNPACKED_ROWS {INT8_UNPACKED_FOUR_ROWS, INT8_UNPACKED_ROW(5), INT8_UNPACKED_ROW(6)}
+#endif
 
 #define INT8_FUNCTIONS                                                                                   \
-    {{INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)},                   \
-     {INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2), INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4), INT8_UNPACKED_ROW(5), \
-      INT8_UNPACKED_ROW(6)}}
+    {{INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)}, INT8_UNPACKED_ROWS}
 
 #endif

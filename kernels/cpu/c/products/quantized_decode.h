@@ -153,12 +153,12 @@ INLINE void load_half(Scales *loaded, const char *head, const char *group, const
         break;
     case UNSIGNED:
         loaded->scale[half] = load_bytes(bytes) * load_float16(factors);
-        loaded->minimum[half] = -(load_bytes(bytes + PANEL_COLUMNS) * load_float16(factors_of_minima));
+        loaded->minimum[half] = load_bytes(bytes + PANEL_COLUMNS) * -load_float16(factors_of_minima);
         break;
     case NIBBLES:
         load_nibbles(bytes, &loaded->scale[half], &loaded->minimum[half]);
         loaded->scale[half] = loaded->scale[half] * load_float16(factors);
-        loaded->minimum[half] = -(loaded->minimum[half] * load_float16(factors_of_minima));
+        loaded->minimum[half] = loaded->minimum[half] * -load_float16(factors_of_minima);
         break;
     case EXPONENTS: loaded->scale[half] = load_exponents(bytes); break;
     case E4M3: loaded->scale[half] = load_e4m3(bytes); break;
