@@ -157,8 +157,8 @@ class _Objects:
         match value:
             case ["tuple", *parts]:
                 return tuple(map(self._value, parts))
-            case ["list", *parts] if _ATOMS.issuperset(map(type, parts)):
-                return parts
+            case ["list", *parts]:
+                return parts if _ATOMS.issuperset(map(type, parts)) else list(map(self._value, parts))
             case ["enum", str(name), int(number)]:
                 return _known(ENUMS, name)(number)
             case ["scalar", str(dtype), bytes(data)]:

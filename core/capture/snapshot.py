@@ -217,8 +217,8 @@ class Snapshot:
                 return ["method", self._value(value.__self__), value.__name__]
             case tuple():
                 return ["tuple", *self._values(value)]
-            case list():
-                return ["list", *value]
+            case list():  # of a request: numbers, or uses of features
+                return ["list", *(self._values(value) if value and type(value[0]) not in _ATOMS else value)]
             case np.ndarray():
                 return ["array", value.dtype.str, value.tobytes()]
             case _:
