@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from core.features.store import ImageRun
 from ipc.errors import InvalidRequestError
 from ipc.wire.feature_messages import PIXELS, FeatureUse, PutFeature, feature_digest
 from ipc.wire.placed_feature import PlacedFeature
@@ -28,6 +29,12 @@ class SquareEncoder:
         if list(shape) != [side, side, 3]:
             raise InvalidRequestError(f"images for this model must have the shape [{side}, {side}, 3]; got {shape}")
         return self.num_rows, 0
+
+    def num_parts(self, num_rows: int) -> int:
+        return 1
+
+    def begin(self, pixels: npt.NDArray[np.uint8]) -> ImageRun:
+        raise AssertionError("its images are encoded whole")
 
     def pixel_bytes(self, num_rows: int) -> int:
         return 3 * self.image_size**2 if num_rows == self.num_rows else 0

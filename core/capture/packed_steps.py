@@ -70,6 +70,7 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
         or plan.saved_rows.size
         or plan.scheduled_encoder_inputs
         or plan.freed_encoder_inputs
+        or plan.image_parts
     )
 
 

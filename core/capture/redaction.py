@@ -276,6 +276,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
             draft_token_ids=plan.draft_token_ids * 0,
             scheduled_encoder_inputs=[],
             freed_encoder_inputs=[],
+            image_parts=[],
         )
         for plan in plans
     ]

@@ -20,6 +20,7 @@ from core.kv.orders import Fetch, Leave, Look, Retain, Store, Windows
 from core.scheduling.beams.beam_rules import Candidates, Finished, Token
 from core.scheduling.block_exchange import PendingFetch
 from core.scheduling.decisions import Cause, Decision, Examined, Preempted, Verdict
+from core.scheduling.encoder_inputs import ImageInParts
 from core.scheduling.outputs import _Rows
 from core.scheduling.pins.pinned_prefix import PinnedPrefix
 from core.scheduling.scheduler import Scheduler
@@ -47,6 +48,7 @@ _NAMED = (
     Examined,
     Fetch,
     Finished,
+    ImageInParts,
     Leave,
     Look,
     OtherKind,

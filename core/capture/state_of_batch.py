@@ -39,6 +39,7 @@ from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.beams.beam_searches import BeamSearches
 from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import BlockExchange
+from core.scheduling.encoder_inputs import EncoderInputs
 from core.scheduling.pins.pins import Pins
 from core.scheduling.whole_features import WholeFeatures
 from ipc.tables.arrays import Bools, Int32s, Ints, UInt64s
@@ -46,7 +47,7 @@ from ipc.tables.paged_rows import PagedRows
 from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 
 _Blocks = list[Annotated[NDArray[np.generic], 2]]
-_LIMITS = (AdapterSlots, GroupRows, WholeFeatures)
+_LIMITS = (AdapterSlots, EncoderInputs, GroupRows, WholeFeatures)
 _ON_RELEASE = Callback(tuple((kind, "give_back") for kind in _LIMITS))
 
 FIELDS: dict[type, dict[Any, str]] = {

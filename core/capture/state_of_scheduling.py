@@ -36,7 +36,7 @@ from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.block_exchange import BlockExchange, PendingFetch
 from core.scheduling.decisions import Decision
 from core.scheduling.draft_rule import DraftRule
-from core.scheduling.encoder_inputs import EncoderInputs
+from core.scheduling.encoder_inputs import EncoderInputs, ImageInParts
 from core.scheduling.ends import Ends
 from core.scheduling.exchange_beside import StatesBeside, WindowsBeside
 from core.scheduling.leads import Leads
@@ -189,7 +189,8 @@ FIELDS: dict[type, dict[Any, str]] = {
         Callback(((Admission, "add_limit"),)): "_add_limit",
         list[_Cut]: "_cuts",  # type: ignore[valid-type]
         OrderedDict[bytes, int]: "_cached",
-        list[bytes]: "_dropped",
+        list[bytes]: "_dropped _unused",
+        ImageInParts | None: "_run",
         None: "_needs",  # only during a step, and this is between two
     },
     Ends: {

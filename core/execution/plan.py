@@ -122,6 +122,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: It encodes them before the batch runs, and keeps them until a plan frees them.
     scheduled_encoder_inputs: list[tuple[int, list[int]]] = []
     freed_encoder_inputs: list[bytes] = []  # digests of images whose embeddings are dropped, before others are encoded
+    #: (digest, part) of large images, which are encoded in parts (FeatureUse.num_parts): this step computes up to the
+    #: end of this part, counted from 1. Embeddings are kept as those of scheduled_encoder_inputs. Nothing needs them
+    #: before a later step, and a step may have no rows.
+    image_parts: list[tuple[bytes, int]] = []
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -136,7 +140,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to run. There may still be rows to remove."""
-        return len(self.rows) == 0
+        return len(self.rows) == 0 and not self.image_parts
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
@@ -223,7 +227,7 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COMMON, _ENCODED, _FREED = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COMMON, _ENCODED, _FREED, _PARTS = map(
     SchedulerOutput.__struct_fields__.index,
     (
         "num_draft_tokens",
@@ -237,6 +241,7 @@ _DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS, _SAVED, _COM
         "num_common_prefix_blocks",
         "scheduled_encoder_inputs",
         "freed_encoder_inputs",
+        "image_parts",
     ),
 )
 _ADDED, _PARAMS = SchedulerOutput.__struct_fields__.index("added"), NewRow.__struct_fields__.index("params")
@@ -269,7 +274,7 @@ def encode_fields(fields: list[Any]) -> bytes:
 
     Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
     drafts, copies, pooling, adapters, features and what they are (whole, encoded), copied states, blocks of further
-    kinds of layers, saved states, common blocks, encoder inputs, and newer sampling parameters.
+    kinds of layers, saved states, common blocks, encoder inputs and their parts, and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]
@@ -278,7 +283,7 @@ def encode_fields(fields: list[Any]) -> bytes:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
     for first in (
-        *(_FREED, _ENCODED, _COMMON, _SAVED, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES),
+        *(_PARTS, _FREED, _ENCODED, _COMMON, _SAVED, _OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES),
         _DRAFTS,
     ):
         if fields[first]:

@@ -3,7 +3,8 @@
 A feature is put before the request that names it. A preparation thread converts given embeddings, so that the scheduler
 only sees requests whose rows exist. They are kept as long as a live request uses them, and after that as long as there
 is room. An image is kept as pixels while a live request uses it. The scheduler decides which step encodes it and how
-long its rows are kept (core/scheduling/encoder_inputs.py): a plan says so, and the executor calls encode() and drop().
+long its rows are kept (core/scheduling/encoder_inputs.py): a plan says so, and the executor calls encode() and drop(),
+or encode_part() for a large image, whose encoding is spread over steps.
 
 A feature has a number. The tokens that it replaces have the negative id -1 - number, so blocks of equal tokens have
 equal content, and the prefix cache needs no further key. Numbers are never reused while the engine lives.
@@ -51,6 +52,13 @@ _ONE_MESSAGE = MAX_CLIENT_MESSAGE_BYTES - 4096  # bytes of an image that clients
 MAX_NUMBERS = 65_536
 
 
+class ImageRun(Protocol):
+    """The encoding of an image in parts."""
+
+    def advance(self, part: int) -> Floats | None:
+        """Compute up to the end of this part, counted from 1. Return the rows [n, width] float32 after the last one."""
+
+
 class ImageEncoder(Protocol):
     """The part of a model that computes embeddings from pixels."""
 
@@ -69,8 +77,14 @@ class ImageEncoder(Protocol):
     def pixel_bytes(self, num_rows: int) -> int:
         """Return the bytes of the pixels of an image with so many rows; 0 if there is no such image."""
 
+    def num_parts(self, num_rows: int) -> int:
+        """Return over how many steps the encoding of an image with so many rows is spread, at least 1."""
+
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [rows, width] float32 of an image [height, width, 3], as grid_of() says."""
+
+    def begin(self, pixels: UInt8s) -> ImageRun:
+        """Return encode() in num_parts() parts."""
 
 
 class Features:
@@ -102,6 +116,7 @@ class Features:
         self._wanted: dict[bytes, PutFeature] = {}
         self._rows: dict[bytes, Floats] = {}  # of embeddings, by digest
         self._encoded: dict[bytes, Floats] = {}  # rows of images, by digest: the encoder cache, as plans say
+        self._runs: dict[bytes, ImageRun] = {}  # of images that are encoded in parts, by digest, as plans say
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of rows that no request uses, oldest first
         self._cached_bytes = 0  # total of _rows
         self._held = Holders[bytes](self._lock, self._end)  # digests of the live FeatureUses
@@ -245,8 +260,12 @@ class Features:
         kept, encoder = self._put[client][use.digest], self.encoder
         is_encoded = encoder is not None and not isinstance(kept, str) and kept.kind == PIXELS
         is_whole = is_encoded and encoder is not None and encoder.sees_whole
-        columns = encoder.grid_of(kept.shape)[1] if is_encoded and encoder and isinstance(kept, PutFeature) else 0
-        return msgspec.structs.replace(use, is_whole=is_whole, is_encoded=is_encoded, num_columns=columns)
+        columns, num_parts = 0, 1
+        if is_encoded and encoder and isinstance(kept, PutFeature):
+            columns, num_parts = encoder.grid_of(kept.shape)[1], encoder.num_parts(use.num_rows)
+        return msgspec.structs.replace(
+            use, is_whole=is_whole, is_encoded=is_encoded, num_columns=columns, num_parts=num_parts
+        )
 
     def _check(self, client: int, use: FeatureUse) -> None:
         """Check that this client has put a feature, and that it has as many rows as its request states."""
@@ -346,23 +365,43 @@ class Features:
         with self._lock:
             self._encoded[digest] = rows
 
+    def encode_part(self, digest: bytes, part: int) -> None:
+        """Encode an image that a live request uses up to the end of this part, counted from 1.
+
+        After the last part its rows are kept until drop(), as are the results of its parts before that.
+        """
+        if (run := self._runs.get(digest)) is None:
+            encoder, pixels = self._image(digest)
+            run = self._runs[digest] = encoder.begin(pixels)
+        if (rows := run.advance(part)) is not None:
+            self.num_encoded += 1
+            with self._lock:
+                self._encoded[digest] = rows
+            del self._runs[digest]
+
     def _rows_of_image(self, digest: bytes) -> Floats:
+        encoder, pixels = self._image(digest)
+        self.num_encoded += 1
+        return encoder.encode(pixels)
+
+    def _image(self, digest: bytes) -> tuple[ImageEncoder, UInt8s]:
+        """Return the encoder and an image's pixels."""
         with self._lock:
             feature = self._wanted.get(digest)
         assert feature is not None, f"the feature {digest.hex()[:16]} of a running request is gone"
         assert self.encoder is not None, "an image was admitted without an encoder"
-        self.num_encoded += 1
-        return self.encoder.encode(np.frombuffer(feature.data, np.uint8).reshape(feature.shape))
+        return self.encoder, np.frombuffer(feature.data, np.uint8).reshape(feature.shape)
 
     def drop(self, digests: Iterable[bytes]) -> None:
-        """Free the rows of images, if they are there."""
+        """Free the rows of images, if they are there, and what is made of them in parts."""
         with self._lock:
             for digest in digests:
                 self._encoded.pop(digest, None)
+                self._runs.pop(digest, None)
 
     def drop_all(self) -> None:
         """Free the rows of all images."""
-        self.drop(list(self._encoded))
+        self.drop([*self._encoded, *self._runs])
 
     def find(self, digest: bytes) -> Floats:
         """Return the rows of a feature that a live request uses.

@@ -98,10 +98,10 @@ class BlackBox:
         else:
             self._store(plan, rows, num_tokens)
             self._sizes = len(plan.rows), num_tokens
-            kind = self._kind = self._kinds[min(num_tokens.bit_length(), NUM_SIZES) - 1]
+            kind = self._kind = self._kinds[max(1, min(num_tokens.bit_length(), NUM_SIZES)) - 1]
         num_rows, num_tokens = self._sizes
         expected = kind.expected
-        if self._wait_ns and expected and (plan.scheduled_encoder_inputs or self._may_wait):
+        if self._wait_ns and expected and (plan.scheduled_encoder_inputs or plan.image_parts or self._may_wait):
             expected += self._wait_ns
         begun_ns = time.monotonic_ns()
         self._num_begun, self._began[step % 2] = step, (begun_ns, kind)

@@ -279,6 +279,8 @@ class CudaModelRunner(ModelRunner):
         taken in the order of their steps.
         """
         self._apply(plan)
+        if plan.image_parts and not len(plan.rows):
+            return CudaStep(None, partial(ModelRunnerOutput, plan.step, NO_INT32S))
         if self._pending is not None and self.sampling.num_edited:
             self._pending.result()
         columns, features = self._with_features(plan, self._columns(plan))

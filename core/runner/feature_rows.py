@@ -73,6 +73,8 @@ class FeatureRows:
         for row, places in plan.scheduled_encoder_inputs:
             for place in places:
                 self._features.encode(self.of_row[row][place].digest)
+        for digest, part in plan.image_parts:
+            self._features.encode_part(digest, part)
 
     def of_step(self, inputs: StepInputs) -> StepFeatures | None:
         """Return the step's token ids and the embeddings for some of them, or None if no token belongs to a feature.

@@ -98,6 +98,8 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, append the sampled tokens to the table and return them."""
         self._apply(plan)
+        if plan.image_parts and not len(plan.rows):
+            return ModelRunnerOutput(plan.step, NO_INT32S)
         self.model.wake()
         inputs = self.prepare(plan)
         result = self.forward(inputs)
@@ -313,7 +315,7 @@ class ModelRunner:
             self.pooling.add(pooling)
         for row, uses in plan.features:
             self._feature_rows.add(row, uses)
-        if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs:
+        if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs or plan.image_parts:
             self._feature_rows.encode(plan)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:

@@ -18,6 +18,7 @@ from ipc.wire.feature_messages import FeatureUse
 
 _NO_IMAGES: list[tuple[int, list[int]]] = []
 _NONE_DROPPED: list[bytes] = []
+_NO_PARTS: list[tuple[bytes, int]] = []
 
 
 class DraftTokens(NamedTuple):
@@ -46,6 +47,7 @@ class Draft:
     encoded: list[tuple[int, list[int]]] = _NO_IMAGES
     encoded_at_start: Sequence[tuple[Request, list[int]]] = ()
     dropped: list[bytes] = _NONE_DROPPED
+    image_parts: list[tuple[bytes, int]] = _NO_PARTS
     #: States that this step stores. Models without recurrent layers have none.
     saved: SavedStates = NONE_SAVED
 
@@ -200,4 +202,5 @@ def finish_plan(
         num_common_prefix_blocks=num_common_blocks,
         scheduled_encoder_inputs=draft.encoded,
         freed_encoder_inputs=draft.dropped,
+        image_parts=draft.image_parts,
     )

@@ -1,7 +1,8 @@
 """EncoderInputs: which images a step encodes, within a budget, and whose embeddings the encoder cache keeps."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,26 @@ from core.scheduling.parts import SchedulerParts
 from ipc.wire.feature_messages import FeatureUse
 
 
+class ImageInParts(NamedTuple):
+    """A large image that is encoded in parts, one in each step."""
+
+    digest: bytes
+    num_rows: int
+    num_parts: int
+    num_done: int
+    request: Request  # the one that it was begun for
+
+
 class _Needs:
     """The encoder inputs that a step needs so far, by digest."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: of an image whose last part this step computes."""
         self.inputs: set[bytes] = set()
-        self.num_tokens = self.num_new = 0  # tokens of all of them, and of those that are not in the cache
+        self.num_tokens = num_tokens  # of all of them
+        self.num_new = 0  # tokens of those that are not in the cache
+        #: Images that are encoded in parts and are not there yet, before which a chunk of this step ends.
+        self.in_parts: list[tuple[Request, FeatureUse]] = []
 
 
 class EncoderInputs:
@@ -29,6 +44,10 @@ class EncoderInputs:
     in the cache are encoded in this step, at most `budget` tokens. Running rows come first, in the order in which they
     are served, then those that start. The first one always gets its image, because both bounds are at least one image
     (core/process/resolve.py), so no request waits forever.
+
+    A large image is encoded in parts (FeatureUse.num_parts): one image at a time, one part in each step, next to the
+    others' tokens. Chunks end before it until its embeddings are there. What is made of it is dropped if its request
+    ends before that and no other needs it.
 
     The executor has the embeddings. This is the record of them: a plan says which images it encodes and which
     embeddings it drops first, the least recently used ones. They belong to no request: a preempted one finds its
@@ -50,6 +69,8 @@ class EncoderInputs:
         self._are_used = False  # by any request so far
         self._cached: OrderedDict[bytes, int] = OrderedDict()  # tokens by digest, least recently used first
         self._dropped: list[bytes] = []  # digests for the next plan that runs
+        self._run: ImageInParts | None = None  # what is encoded in parts now
+        self._unused: list[bytes] = []  # digests of images encoded in parts that no step has used yet
         self._needs: _Needs | None = None  # of the step being planned
 
     def enter(self, request: Request) -> bool:
@@ -72,18 +93,27 @@ class EncoderInputs:
         """Drop all embeddings: the executor was lost, or frees its memory."""
         self._dropped += self._cached
         self._cached.clear()
+        self._unused.clear()
         self.num_cached_tokens = 0
+        if self._run is not None:
+            self._dropped.append(self._run.digest)
+            self._run = None
 
     def rename(self, digest_of: Callable[[bytes], bytes]) -> None:
         """Rename the digests."""
         self._cached = OrderedDict((digest_of(digest), count) for digest, count in self._cached.items())
         self._dropped = [digest_of(digest) for digest in self._dropped]
+        self._unused = [digest_of(digest) for digest in self._unused]
+        if self._run is not None:
+            self._run = self._run._replace(digest=digest_of(self._run.digest))
 
     def check_integrity(self) -> None:
         """Check the invariants between two steps. Errors: AssertionError with the numbers."""
         total = sum(self._cached.values())
         assert self._needs is None, "the needs of a step are left"
         assert total == self.num_cached_tokens <= max(0, self.cache_size), (total, self.num_cached_tokens)
+        assert self._run is None or 0 < self._run.num_done < self._run.num_parts, self._run
+        assert self._cached.keys() >= set(self._unused), self._unused
 
     # --- a step ---
 
@@ -92,7 +122,7 @@ class EncoderInputs:
         features, begin, wanted = start.request.features, start.num_computed_tokens, start.num_tokens
         if not features:
             return None
-        end, _ = self._within(features, begin, begin + wanted)
+        end, _ = self._within(start.request, begin, begin + wanted)
         start.num_tokens = end - begin
         if start.num_tokens == wanted or (start.num_tokens and self._is_chunked):
             return None
@@ -104,7 +134,7 @@ class EncoderInputs:
     def take(self, start: RequestStart, draft: Draft) -> None:
         """Reserve the images of a request that starts in this step."""
         begin = start.num_computed_tokens
-        self._reserve(self._within(start.request.features, begin, begin + start.num_tokens)[1])
+        self._reserve(self._within(start.request, begin, begin + start.num_tokens)[1])
 
     def give_back(self, request: Request) -> None:
         """Do nothing: embeddings belong to no request."""
@@ -114,7 +144,7 @@ class EncoderInputs:
         counts = draft.counts
         for index, request, begin in self._running(draft):
             given = int(counts[index])
-            end, inputs = self._within(request.features, begin, begin + given)
+            end, inputs = self._within(request, begin, begin + given)
             self._reserve(inputs)
             counts[index] = left = end - begin
             draft.budget += given - left
@@ -132,18 +162,43 @@ class EncoderInputs:
                     continue
                 if use.digest not in self._cached and use.digest not in needed:
                     encoded.append(index)
+                elif use.digest in self._unused:
+                    self._unused.remove(use.digest)
                 else:
                     self._stats.num_encoder_hits += use.position >= begin
                 needed[use.digest] = use.num_rows
             if encoded:
                 new.append((request, encoded))
                 self._stats.num_encoder_inputs += len(encoded)
+        needed |= self._go_on(draft)
         self._needs = None
         self._cache(needed)
         draft.encoded = [(request.row, places) for request, places in new if request.row != NO_ROW]
         draft.encoded_at_start = [(request, places) for request, places in new if request.row == NO_ROW]
-        if self._dropped and (draft.starts or draft.counts.any()):
+        if self._dropped and (draft.starts or draft.counts.any() or draft.image_parts):
             draft.dropped, self._dropped = self._dropped, []
+
+    def _go_on(self, draft: Draft) -> dict[bytes, int]:
+        """Plan one part of an image that is encoded in parts. Return its tokens by digest if it is the last part."""
+        run, wanted = self._run, self._step_needs().in_parts
+        if run is not None and run.request.is_finished:
+            others = [request for request, use in wanted if use.digest == run.digest]
+            if not others:
+                self._dropped.append(run.digest)
+            run = run._replace(request=others[0]) if others else None
+        if run is None and wanted:
+            request, use = wanted[0]
+            run = ImageInParts(use.digest, use.num_rows, use.num_parts, 0, request)
+        if run is not None and (draft.budget or draft.starts or draft.counts.any()):  # otherwise nothing may run now
+            run = run._replace(num_done=run.num_done + 1)
+            draft.image_parts = [(run.digest, run.num_done)]
+        if run is None or run.num_done < run.num_parts:
+            self._run = run if run is not None and run.num_done else None
+            return {}
+        self._run = None
+        self._unused.append(run.digest)
+        self._stats.num_encoder_inputs += 1
+        return {run.digest: run.num_rows}
 
     def _cache(self, needed: dict[bytes, int]) -> None:
         """Keep these inputs, and drop the least recently used others if there is no room."""
@@ -158,22 +213,28 @@ class EncoderInputs:
                 assert oldest not in needed, f"the inputs of a step have more than {self.cache_size} tokens"
                 self.num_cached_tokens -= num_tokens
                 self._dropped.append(oldest)
+                if oldest in self._unused:
+                    self._unused.remove(oldest)
             self._cached[digest] = count
             self.num_cached_tokens += count
 
-    def _within(self, features: Sequence[FeatureUse], begin: int, end: int) -> tuple[int, dict[bytes, int]]:
+    def _within(self, request: Request, begin: int, end: int) -> tuple[int, dict[bytes, int]]:
         """Return how far, up to `end`, a chunk from `begin` on finds room for its images, and those not reserved yet.
 
-        The images are tokens by digest. The chunk ends before the first image without room, or does not begin.
+        The images are tokens by digest. The chunk ends before the first image without room, or that is encoded in parts
+        and is not there yet; or it does not begin.
         """
         needs, inputs = self._step_needs(), dict[bytes, int]()
         num_tokens, num_new = needs.num_tokens, needs.num_new
-        for use in features:
+        for use in request.features:
             if use.position >= end:
                 break
             is_reserved = use.digest in needs.inputs or use.digest in inputs
             if is_reserved or not use.is_encoded or use.position + use.num_rows <= begin:
                 continue
+            if use.num_parts > 1 and use.digest not in self._cached:
+                needs.in_parts.append((request, use))
+                return max(begin, use.position), inputs
             num_tokens += use.num_rows
             num_new += 0 if use.digest in self._cached else use.num_rows
             if num_tokens > self.cache_size or num_new > self.budget:
@@ -189,7 +250,9 @@ class EncoderInputs:
 
     def _step_needs(self) -> _Needs:
         if self._needs is None:
-            self._needs = _Needs()
+            run = self._run
+            is_last = run is not None and run.num_done + 1 == run.num_parts
+            self._needs = _Needs(run.num_rows if run is not None and is_last else 0)
         return self._needs
 
     def _running(self, draft: Draft) -> Iterator[tuple[int, Request, int]]:

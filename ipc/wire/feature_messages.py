@@ -51,6 +51,9 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     #: Columns of the grid that its rows form, for models whose tokens have three positions; 0 = its tokens have one
     #: each, like those of text. The engine sets it too.
     num_columns: int = 0
+    #: Steps over which its encoding is spread, because other requests would wait for it too long; 1 = one step encodes
+    #: it whole. The engine sets it too.
+    num_parts: int = 1
 
 
 #: Those of a request; their number is checked before they are decoded.

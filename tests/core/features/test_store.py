@@ -70,6 +70,40 @@ def test_images_are_whole_where_the_model_says_so_and_whatever_a_client_says() -
             del admitted
 
 
+class EncoderInParts(Encoder):
+    """Its runs have three parts."""
+
+    def num_parts(self, num_rows: int) -> int:
+        return 3
+
+    def begin(self, pixels: UInt8s) -> "EncoderInParts":
+        self.pixels, self.parts = pixels, list[int]()
+        return self
+
+    def advance(self, part: int) -> Floats | None:
+        self.parts.append(part)
+        return self.encode(self.pixels) if part == 3 else None
+
+
+def test_an_image_in_parts_whatever_a_client_says() -> None:
+    features = Features(WIDTH, encoder := EncoderInParts())
+    for placed in (embeds(1.0), image(3)):
+        features.put(1, placed.feature)
+    asked = asks(embeds(1.0, at=1), image(3, at=5))
+    claimed = [msgspec.structs.replace(use, num_parts=7) for use in asked.features]
+    message = features.admit(1, msgspec.structs.replace(asked, features=claimed))
+    assert [use.num_parts for use in message.features] == [1, 3]
+    digest = message.features[1].digest
+    for part in (1, 2):
+        features.encode_part(digest, part)
+    assert (encoder.parts, features.num_encoded) == ([1, 2], 0)
+    features.drop([digest])  # the next part begins a run that has none of these
+    features.encode_part(digest, 3)
+    assert (encoder.parts, features.num_encoded) == ([3], 1)
+    assert (features.find(digest) == 3).all()
+    assert features.num_encoded == 1
+
+
 def test_tokens_of_features_have_the_numbers_of_their_content() -> None:
     features = Features(WIDTH, Encoder())
     for placed in (embeds(1.0), embeds(2.0), image(3)):

@@ -25,12 +25,15 @@ from tools.commands.explain import describe_all
 ROWS = 4
 
 
-def with_images(message: AddRequest, places: dict[int, int], *, is_whole: bool = False) -> AddRequest:
-    """The message with these images, by place, in place of its tokens."""
+def with_images(
+    message: AddRequest, places: dict[int, int], *, is_whole: bool = False, num_parts: int = 1
+) -> AddRequest:
+    """The message with these images, by place, in place of its tokens. num_parts: of images with even numbers."""
     ids, uses = np.frombuffer(message.prompt_token_ids, "<i4").copy(), []
     for place, image in sorted(places.items()):
         ids[place : place + ROWS] = -1 - image
-        uses.append(FeatureUse(place, ROWS, bytes([image]), is_whole, True))
+        use = FeatureUse(place, ROWS, bytes([image]), is_whole, True)
+        uses.append(msgspec.structs.replace(use, num_parts=1 if image % 2 else num_parts))
     return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
 
@@ -48,6 +51,8 @@ class Hand(ByHand):
         self.cache: dict[bytes, int] = {}
         self.uses: dict[int, list[FeatureUse]] = {}  # by row
         self.encoded: list[int] = []  # images, in order
+        self.parts: dict[bytes, int] = {}  # how many have been computed, of images that are encoded in parts
+        self.num_parts = 1  # of each of these
         self.num_dropped = 0
 
     def schedule(self, now_ns: int = 0) -> SchedulerOutput:
@@ -55,7 +60,16 @@ class Hand(ByHand):
         self.uses |= dict(plan.features)
         for digest in plan.freed_encoder_inputs:
             self.num_dropped += 1
-            del self.cache[digest]
+            if self.parts.pop(digest, None) is None:
+                self.cache.pop(digest, None)  # a lost executor has none
+        for digest, part in plan.image_parts:
+            self.parts[digest] = self.parts.get(digest, 0) + 1
+            assert part == self.parts[digest], "parts follow each other"
+            if part == self.num_parts:
+                del self.parts[digest]
+                self.cache[digest] = ROWS
+                self.encoded.append(digest[0])
+        assert len(self.parts) <= 1
         num_new = 0
         for row, places in plan.scheduled_encoder_inputs:
             for use in (self.uses[row][place] for place in places):

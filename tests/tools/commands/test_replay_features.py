@@ -61,6 +61,14 @@ def make_images(number: int, rng: random.Random) -> AddRequest | AddPooling:
     return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
 
+def make_images_in_parts(number: int, rng: random.Random) -> AddRequest | AddPooling:
+    message = make_images(number, rng)
+    if isinstance(message, AddPooling) or not message.features:
+        return message
+    uses = [msgspec.structs.replace(use, num_parts=3 if use.is_encoded else 1) for use in message.features]
+    return msgspec.structs.replace(message, features=uses)
+
+
 def make_structured(number: int, rng: random.Random) -> AddRequest | AddPooling:
     params = SamplingParams(structured_outputs=KINDS[number % len(KINDS)], max_tokens=60)
     ids = np.frombuffer(make_request(number, rng).prompt_token_ids[:16], "<i4") % EOS
@@ -86,6 +94,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "states": ({"kv_cache_memory_bytes": 40_000}, None, have_states),
     "adapters": ({"enable_lora": True, "max_loras": 1}, make_adapted, take_any_adapter),
     "images": ({"max_num_encoder_input_tokens": 2, "encoder_cache_size": 2}, make_images, None),
+    "images in parts": ({"max_num_encoder_input_tokens": 2, "encoder_cache_size": 2}, make_images_in_parts, None),
     "forced tokens": (
         {"executor_options": fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS)},
         make_structured,
@@ -95,7 +104,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "pages on the host": ({**VARIANTS["pages"], "num_host_blocks": 40, "num_blocks_override": 30}, None, None),
     "pages in files": ({}, None, None),
 }
-QUICK = {"plain", "states", "forced tokens", "tiers", "pages in files"}
+QUICK = {"plain", "states", "images in parts", "forced tokens", "tiers", "pages in files"}
 #: By feature: what cannot be redacted, and why.
 REFUSED = {"drafts": "speculative_config"}
 
