@@ -264,22 +264,24 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
     scheduler.encoder_inputs.rename(renaming.feature)
-    # In plans in flight, the tokens of starting requests have already been read, and their drafts no longer decide
-    # anything.
-    plans[:] = [
-        msgspec.structs.replace(
-            plan,
-            added=[],
-            added_pooling=[],
-            adapters=[],
-            features=[],
-            draft_token_ids=plan.draft_token_ids * 0,
-            scheduled_encoder_inputs=[],
-            freed_encoder_inputs=[],
-            image_parts=[],
-        )
-        for plan in plans
-    ]
+    plans[:] = map(_without_content, plans)
+
+
+def _without_content(plan: SchedulerOutput) -> SchedulerOutput:
+    """Return a plan in flight without what has been read already: the starting requests' tokens and features, and its
+    drafts, which no longer decide anything.
+    """
+    return msgspec.structs.replace(
+        plan,
+        added=[],
+        added_pooling=[],
+        adapters=[],
+        features=[],
+        draft_token_ids=plan.draft_token_ids * 0,
+        scheduled_encoder_inputs=[],
+        freed_encoder_inputs=[],
+        image_parts=[],
+    )
 
 
 def _blank_rest(state: list[Any], live: Set[int], renaming: Renaming) -> None:
