@@ -140,11 +140,9 @@ def _decoders() -> Iterator[KnownModel]:
 def _with_images() -> Iterator[KnownModel]:
     seen = {name: row.text_architecture for row in VISION_ROWS for name in row.names}
     seen |= {name: TEXT_PARTS[name][0] for name in GRID_ARCHITECTURES}
-    without_gguf = {name for own in VISION_ROWS if not own.gguf for name in own.names}
-    without_gguf |= {name for name, own in GRID_ARCHITECTURES.items() if not own.gguf}
     for name, text in {**{name: texts[0] for name, texts in TEXT_PARTS.items()}, **seen}.items():
-        row, has_gguf = ARCHITECTURES[text], name in seen and name not in without_gguf
-        yield _entry(name, row, _files(row) if has_gguf else "safetensors", images=name in seen)
+        row, has_images = ARCHITECTURES[text], name in seen
+        yield _entry(name, row, _files(row) if has_images else "safetensors", images=has_images)
 
 
 def _encoders() -> Iterator[KnownModel]:

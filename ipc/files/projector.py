@@ -25,6 +25,7 @@ class ProjectorKind(NamedTuple):
 #: The file in a model's folder with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
 _QWEN, _GEMMA4, _PIXTRAL = "Qwen2VLImageProcessor", "Gemma4ImageProcessor", "PixtralImageProcessor"
+_LFM2, _INTERNVL = "Lfm2VlImageProcessor", "GotOcr2ImageProcessor"
 #: Rows of an image of Gemma 4, which its files do not state.
 POOLED_ROWS = 280
 #: The fewest and the most pixels of an image in the processors of the published models, which files may not state.
@@ -38,6 +39,10 @@ PROJECTOR_KINDS = {
     "qwen3vl_merger": ProjectorKind(("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), "<|image_pad|>", _QWEN),
     "gemma4v": ProjectorKind(("gemma4",), "<|image|>", _GEMMA4),
     "pixtral": ProjectorKind(("llama", "mistral3"), "[IMG]", _PIXTRAL),
+    "lfm2": ProjectorKind(("lfm2", "lfm2moe"), "<image>", _LFM2),
+    "internvl": ProjectorKind(
+        ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), "<IMG_CONTEXT>", _INTERNVL
+    ),
 }
 
 
@@ -80,10 +85,9 @@ def processor_settings(file: Path) -> bytes:
     read_gguf().
     """
     metadata = read_gguf(file).metadata
-    if PROJECTOR_KINDS[projector_kind(metadata)].processor == _QWEN:
-        return json.dumps(_any_size(metadata)).encode()
-    if PROJECTOR_KINDS[projector_kind(metadata)].processor == _GEMMA4:
-        return json.dumps(_pooled(metadata)).encode()
+    makes = {_QWEN: _any_size, _GEMMA4: _pooled, _LFM2: _siglip2, _INTERNVL: _squares}
+    if (make := makes.get(PROJECTOR_KINDS[projector_kind(metadata)].processor)) is not None:
+        return json.dumps(make(metadata)).encode()
     side = metadata.get("clip.vision.image_size")
     longest = metadata.get("clip.vision.preproc_image_size")
     if isinstance(side, int) and PROJECTOR_KINDS[projector_kind(metadata)].processor == _PIXTRAL:
@@ -125,6 +129,25 @@ def _pooled(metadata: dict[str, GgufValue]) -> dict[str, Any]:
         "patch_size": metadata.get("clip.vision.patch_size"),
         "pooling_kernel_size": pooling_size(metadata),
         "max_soft_tokens": POOLED_ROWS,
+    }
+
+
+def _siglip2(metadata: dict[str, GgufValue]) -> dict[str, Any]:
+    """Return LFM2-VL's settings. Files have none of its limits, which are the processor's own."""
+    return {
+        "image_processor_type": _LFM2,
+        "encoder_patch_size": metadata.get("clip.vision.patch_size"),
+        "downsample_factor": metadata.get("clip.vision.projector.scale_factor", 2),
+    }
+
+
+def _squares(metadata: dict[str, GgufValue]) -> dict[str, Any]:
+    side = metadata.get("clip.vision.image_size")
+    return {
+        "image_processor_type": _INTERNVL,
+        "size": {"height": side, "width": side},
+        "min_patches": metadata.get("clip.vision.preproc_min_tiles", 1),
+        "max_patches": metadata.get("clip.vision.preproc_max_tiles", 12),
     }
 
 

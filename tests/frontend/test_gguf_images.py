@@ -1,5 +1,7 @@
 """Images with GGUF files: the vision encoder in a file beside the model's gives the bits of the folder."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,15 @@ from ipc.files.model_files import model_fingerprint, read_tokenizer_files
 from ipc.files.projector import projector_of
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
-from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
+from tests.core.models import (
+    gemma3_checkpoint,
+    idefics3_checkpoint,
+    internvl_checkpoint,
+    lfm2_vl_checkpoint,
+    mistral3_checkpoint,
+)
 from tests.core.models.idefics3_checkpoint import LONGEST, noise
-from tests.core.models.projector_gguf import write_projector, write_text
+from tests.core.models.projector_gguf import write_internvl, write_lfm2_vl, write_projector, write_text
 from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
 from tools.commands.replay.__main__ import main as replay
 
@@ -63,6 +71,40 @@ def test_tokens_and_log_probabilities_are_those_of_the_folder(kind: str, tmp_pat
     named = projector.rename(tmp_path / "vision.gguf")
     assert projector_of(path, None) is None
     assert answers(path, mark, mmproj=str(named)) == (expected, identity)
+
+
+#: Names of checkpoints, of which the files are written as llama.cpp's converter does it -> architecture of the text,
+#: the mark of an image, a token that no prompt has, and settings of the processor that files do not have.
+OTHERS: dict[str, tuple[Any, str, str, str, dict[str, Any]]] = {
+    "internvl3": (internvl_checkpoint, "qwen2", "<IMG_CONTEXT>", "<|im_end|>", {}),
+    "internvl3.5": (internvl_checkpoint, "qwen3", "<IMG_CONTEXT>", "<|im_end|>", {}),
+    "internvl3-6b": (internvl_checkpoint, "qwen2", "<IMG_CONTEXT>", "<|im_end|>", {}),
+    "lfm2-vl": (lfm2_vl_checkpoint, "lfm2", "<image>", "<|im_end|>", {"encoder_patch_size": 4, "downsample_factor": 2}),
+    "lfm2.5-vl": (lfm2_vl_checkpoint, "lfm2", "<image>", "<|im_end|>", {"encoder_patch_size": 4}),
+    "pixtral": (mistral3_checkpoint, "llama", "[IMG]", "[INST]", {}),
+}
+WRITERS: dict[Any, Callable[[Path, Any], Path]] = {
+    internvl_checkpoint: write_internvl,
+    lfm2_vl_checkpoint: write_lfm2_vl,
+    mistral3_checkpoint: lambda path, _: mistral3_checkpoint.write_pixtral_projector(path, "pixtral"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_projectors_give_the_answers_of_their_folders(name: str, tmp_path: Path) -> None:
+    checkpoint, architecture, mark, unused, settings = OTHERS[name]
+    model = checkpoint.tiny_model(name)
+    folder = checkpoint.write_checkpoint(name, tmp_path / "folder")
+    if settings:
+        kind = json.loads((folder / "preprocessor_config.json").read_text())["image_processor_type"]
+        written = {"image_processor_type": kind, "resample": 2, **settings}
+        (folder / "preprocessor_config.json").write_text(json.dumps(written))
+    path = write_text(tmp_path / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
+    projector = WRITERS[checkpoint](tmp_path / "mmproj-tiny.gguf", model)
+    assert projector_of(path, None) == projector
+    (found, _), (expected, _) = answers(path, mark), answers(folder, mark)
+    assert found == expected
+    assert found[0][1] != found[1][1]
 
 
 def test_a_replay_finds_the_files_where_they_are_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

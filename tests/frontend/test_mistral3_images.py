@@ -201,7 +201,7 @@ def test_a_folder_without_the_token_that_ends_rows(tmp_path: Path) -> None:
     assert load(config, usual_dtype).source.vision is None  # the text runs alone
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in PLAIN])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_projector_gives_the_rows_of_the_folder(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     encoder, config = encoder_of(folders[family]), read_model_config(folders[family])
     file, text = write_pixtral_projector(tmp_path / "mmproj-tiny.gguf", family), tmp_path / "tiny.gguf"

@@ -8,6 +8,7 @@ import numpy as np
 
 from core.model_files.gguf.gguf_pixtral import read_gguf_pixtral
 from core.model_files.gguf.gguf_pooled import read_gguf_pooled
+from core.model_files.gguf.gguf_siglip2 import read_gguf_siglip2
 from core.model_files.settings.grid_settings import max_rows, rope_axes
 from core.model_files.settings.values import Values
 from core.model_files.tensors.weights import load_tensors
@@ -66,6 +67,8 @@ def with_grid(
         return read_gguf_pooled(projector, config), None
     if row.form == "pixtral":
         return read_gguf_pixtral(projector, config), None
+    if row.form == "siglip2":
+        return read_gguf_siglip2(projector), None
     metadata = read_gguf(path).metadata
     sections = metadata.get(f"{metadata.get('general.architecture')}.rope.dimension_sections")
     rope = {"mrope_section": sections[:3] if isinstance(sections, list) else None}

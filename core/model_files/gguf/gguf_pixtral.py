@@ -45,22 +45,28 @@ _NAMES = {
 
 
 def read_gguf_pixtral(path: Path, text: ModelConfig) -> GridParts:
-    """Return the encoder in a file found by projector_of(). Errors: ModelFileError."""
-    metadata = read_gguf(path).metadata
+    """Return the encoder in a file found by projector_of(). Without a merger of patches it is Pixtral-12B's.
+
+    Errors: ModelFileError.
+    """
+    header = read_gguf(path)
+    metadata, is_plain = header.metadata, "mm.patch_merger.weight" not in header.tensors
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
     sizes = {name: values.integer(name) for name in names}
-    width, heads, merge = sizes["hidden_size"], sizes["num_attention_heads"], values.integer("spatial_merge_size", 1)
+    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    merge = 1 if is_plain else values.integer("spatial_merge_size", 1)
     if width % heads or width // heads % 4:
         values.fail("hidden_size", f"must be a multiple of 4 * {values.key('num_attention_heads')}={4 * heads}")
     return pixtral_parts(
-        merge_first=True,
+        merge_first=not is_plain,
+        plain_merger=is_plain,
         **sizes,
         merge_size=merge,
         max_rows=most_rows(values.integer("image_size"), sizes["patch_size"] * merge),
         hidden_act="silu" if metadata.get("clip.use_silu") else "gelu",
         rope_theta=10_000.0,
-        merger_eps=text.rms_norm_eps,
+        merger_eps=None if is_plain else text.rms_norm_eps,
         image_mean=values.colours("image_mean"),
         image_std=values.colours("image_std"),
         rescale_factor=1 / 255,

@@ -40,15 +40,27 @@ _NAMES = {
     "o": "attn_out",
     "up": "ffn_up",
     "down": "ffn_down",
+    "attention_scale": "ls1",
+    "mlp_scale": "ls2",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
     "norm": "v.post_ln",
-    "connector_norm": "mm.soft_emb_norm",
 }
-_CONNECTORS = {"shuffle": "mm.model.fc", "mean and norm": "mm.input_projection"}
+_CONNECTORS = {
+    "shuffle": {"connector": "mm.model.fc"},
+    "mean and norm": {"connector": "mm.input_projection", "connector_norm": "mm.soft_emb_norm"},
+    "norm and MLP": {
+        "connector_norm": "mm.model.mlp.0",
+        "connector": "mm.model.mlp.1",
+        "connector_out": "mm.model.mlp.3",
+    },
+}
 
 
 def read_gguf_vision(path: Path) -> VisionParts:
     """Return the vision encoder in a file found by projector_of(). Errors: ModelFileError."""
-    metadata = read_gguf(path).metadata
+    header = read_gguf(path)
+    metadata, tensors = header.metadata, header.tensors
     row = GGUF_VISION[projector_kind(metadata)]
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
     sizes: dict[str, Any] = {
@@ -60,13 +72,24 @@ def read_gguf_vision(path: Path) -> VisionParts:
         values.fail("hidden_size", f"must be a multiple of {values.key('num_attention_heads')}={heads}")
     if image % patch or (image // patch) % factor:
         values.fail("image_size", f"must be a multiple of the patch size times {factor}, {patch * factor}; got {image}")
+    own: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh"}
+    if row.join == "norm and MLP":  # InternVL's, of 300M or of 6B
+        own = {
+            "hidden_act": "gelu",
+            "first_token": True,
+            "branch_scales": True,
+            "qkv_bias": "v.blk.0.attn_q.bias" in tensors,
+            "rms_norms": "v.blk.0.ln1.bias" not in tensors,
+            "qk_norms": "v.blk.0.attn_q_norm.weight" in tensors,
+            "final_norm": False,
+        }
     return VisionParts(
         **sizes,
+        **own,
         num_attention_heads=heads,
         image_size=image,
         patch_size=patch,
         layer_norm_eps=float(f"{values.number('layer_norm_eps', 0.0, 1.0, 1e-6):.7g}"),
-        hidden_act="gelu_pytorch_tanh",
         scale_factor=factor,
         join=row.join,
         finds_positions=row.finds_positions,
@@ -83,7 +106,8 @@ def open_gguf_vision(path: Path, parts: VisionParts, hidden_size: int, dtype: Dt
     up = tensors.get("v.blk.0.ffn_up.weight")
     is_swapped = up is not None and up.shape != shapes["layers.0.up.weight"]  # names used by the first converters
     names = {name: _file_name(name, parts, is_swapped=is_swapped) for name in shapes}
-    return _plain_norms(load_tensors(path, names, shapes, None, dtype))
+    weights = load_tensors(path, names, shapes, None, dtype)
+    return _plain_norms(weights) if parts.join == "mean and norm" else weights
 
 
 def _plain_norms(weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
@@ -96,7 +120,9 @@ def _plain_norms(weights: Iterator[tuple[str, Weight]]) -> Iterator[tuple[str, W
 
 
 def _file_name(name: str, parts: VisionParts, *, is_swapped: bool) -> str:
-    names: Mapping[str, str] = {**_NAMES, "connector": _CONNECTORS[parts.join]}
+    if name == "first.weight":
+        return "v.class_embd"
+    names: Mapping[str, str] = _NAMES | _CONNECTORS[parts.join]
     if is_swapped:
         names = {**names, "up": _NAMES["down"], "down": _NAMES["up"]}
     stem, _, kind = name.rpartition(".")

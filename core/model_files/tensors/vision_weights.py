@@ -11,6 +11,7 @@ import numpy as np
 from core.model_files.gguf.gguf_grid import open_gguf_grid
 from core.model_files.gguf.gguf_pixtral import open_gguf_pixtral
 from core.model_files.gguf.gguf_pooled import open_gguf_pooled
+from core.model_files.gguf.gguf_siglip2 import open_gguf_siglip2
 from core.model_files.gguf.gguf_vision import open_gguf_vision
 from core.model_files.load_format import made_up
 from core.model_files.tensors.weights import ended_name, load_tensors
@@ -45,6 +46,8 @@ def open_vision(
             return open_gguf_pooled(source, parts, hidden_size, dtype)
         if isinstance(parts, GridParts) and parts.breaks_rows:
             return open_gguf_pixtral(source, parts, hidden_size, dtype)
+        if isinstance(parts, GridParts) and parts.averages_positions:
+            return open_gguf_siglip2(source, parts, hidden_size, dtype)
         if isinstance(parts, GridParts):
             return open_gguf_grid(source, parts, hidden_size, dtype)
         return open_gguf_vision(source, parts, hidden_size, dtype)

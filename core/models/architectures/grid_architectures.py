@@ -127,7 +127,7 @@ GRID_ROWS = (
     ),
     GridArchitecture(
         names=("LlavaForConditionalGeneration",),
-        gguf="",
+        gguf="pixtral",
         form="pixtral",
         defaults={**_PIXTRAL, "patch_size": 16, "image_size": 1024},
         is_centred=False,
@@ -136,7 +136,7 @@ GRID_ROWS = (
     ),
     GridArchitecture(
         names=("Lfm2VlForConditionalGeneration",),
-        gguf="",
+        gguf="lfm2",
         form="siglip2",
         defaults={
             "hidden_size": 768,

@@ -38,7 +38,7 @@ VISION_ROWS = (
         sees_whole=True,
     ),
     VisionArchitecture(
-        gguf="",
+        gguf="internvl",
         names=("InternVLForConditionalGeneration",),
         text_architecture="Qwen2ForCausalLM",
         text_type="",
@@ -48,7 +48,7 @@ VISION_ROWS = (
 #: By name in config.json's architectures.
 VISION_ARCHITECTURES = {name: row for row in VISION_ROWS for name in row.names}
 #: By llama.cpp's name for the projector.
-GGUF_VISION = {row.gguf: row for row in VISION_ROWS if row.gguf}
+GGUF_VISION = {row.gguf: row for row in VISION_ROWS}
 
 _VISION = "vision."
 #: Name prefixes in safetensors as written by transformers 4 and 5 -> ours. Weights of vision encoders get _VISION

@@ -137,7 +137,8 @@ def write_pixtral_projector(path: Path, family: str) -> Path:
         writer.add_vision_use_silu(True)
     else:
         writer.add_vision_use_gelu(True)
-    writer.add_vision_spatial_merge_size(model.config.spatial_merge_size)
+    if family not in PLAIN:
+        writer.add_vision_spatial_merge_size(model.config.spatial_merge_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.num_hidden_layers)
     for name, tensor in model.model.state_dict().items():
         if not name.startswith(("vision_tower.", "multi_modal_projector.")):
@@ -146,7 +147,7 @@ def write_pixtral_projector(path: Path, family: str) -> Path:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = numbers.reshape(vision.num_attention_heads, 2, -1, numbers.shape[1])
             numbers = np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(numbers.shape)
-        writer.add_tensor(names.get_name(name, (".weight",)), numbers)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), numbers)
     word = tiny_tokenizer().token_to_id("[IMG_BREAK]")
     rows = model.model.language_model.embed_tokens.weight.detach().float().numpy()
     writer.add_tensor("v.token_embd.img_break", np.ascontiguousarray(rows[word]))

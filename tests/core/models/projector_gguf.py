@@ -51,6 +51,73 @@ def write_text(path: Path, model: Any, architecture: str, hf: tokenizers.Tokeniz
     return write_model(path, text_model(model), architecture, tokenizer)
 
 
+def _begun(path: Path, model: Any, kind: str, image_size: int, patch_size: int) -> gguf.GGUFWriter:
+    """A file with what all projectors say of their sizes."""
+    vision, writer = model.config.vision_config, gguf.GGUFWriter(path, "clip")
+    writer.add_clip_has_vision_encoder(True)
+    writer.add_clip_projector_type(kind)
+    writer.add_vision_projection_dim(model.config.text_config.hidden_size)
+    writer.add_vision_image_size(image_size)
+    writer.add_vision_patch_size(patch_size)
+    writer.add_vision_embedding_length(vision.hidden_size)
+    writer.add_vision_feed_forward_length(vision.intermediate_size)
+    writer.add_vision_block_count(vision.num_hidden_layers)
+    writer.add_vision_head_count(vision.num_attention_heads)
+    writer.add_vision_attention_layernorm_eps(vision.layer_norm_eps)
+    writer.add_vision_use_gelu(True)
+    return writer
+
+
+def _ended(writer: gguf.GGUFWriter, path: Path) -> Path:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_internvl(path: Path, model: Any) -> Path:
+    """Write InternVL's encoder."""
+    vision = model.config.vision_config
+    writer = _begun(path, model, "internvl", vision.image_size[0], vision.patch_size[0])
+    writer.add_vision_image_mean([0.48145466, 0.4578275, 0.40821073])
+    writer.add_vision_image_std([0.26862954, 0.26130258, 0.27577711])
+    writer.add_vision_projector_scale_factor(int(1 / model.config.downsample_ratio))
+    writer.add_uint32("clip.vision.preproc_min_tiles", 1)
+    writer.add_uint32("clip.vision.preproc_max_tiles", 4)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 4)
+    others = {"layer_norm": "mlp1.0", "linear_1": "mlp1.1", "linear_2": "mlp1.3"}
+    for name, tensor in model.state_dict().items():
+        if found := re.fullmatch(r"model\.multi_modal_projector\.(\w+)\.(\w+)", name):
+            name = f"{others[found[1]]}.{found[2]}"
+        elif ".vision_tower." not in name:
+            continue
+        elif ".lambda_" in name or name.endswith("position_embeddings"):
+            name += ".weight"
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.float().numpy())
+    return _ended(writer, path)
+
+
+def write_lfm2_vl(path: Path, model: Any) -> Path:
+    """Write LFM2-VL's encoder. The matrix of patches is that of a convolution."""
+    vision = model.config.vision_config
+    writer = _begun(path, model, "lfm2", 256, vision.patch_size)
+    writer.add_vision_image_mean([0.5, 0.5, 0.5])
+    writer.add_vision_image_std([0.5, 0.5, 0.5])
+    writer.add_vision_projector_scale_factor(model.config.downsample_factor)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, vision.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        found = re.fullmatch(r"model\.(vision_tower|multi_modal_projector)\.(.+)", name)
+        if found is None:
+            continue
+        if name.endswith("patch_embedding.weight"):
+            side = vision.patch_size
+            tensor = tensor.view(len(tensor), side, side, 3).permute(0, 3, 1, 2)
+        theirs = f"vision_tower.vision_model.{found[2]}" if found[1] == "vision_tower" else name.removeprefix("model.")
+        writer.add_tensor(names.get_name(theirs, (".weight", ".bias")), np.ascontiguousarray(tensor.float().numpy()))
+    return _ended(writer, path)
+
+
 def write_projector(path: Path, model: Any, kind: str, *, swapped: bool = False, **sizes: int) -> Path:
     """Write the vision encoder. swapped: the first converters' names of the MLP's matrices. sizes: clip.vision's."""
     vision, writer = model.config.vision_config, gguf.GGUFWriter(path, "clip")
@@ -84,8 +151,4 @@ def write_projector(path: Path, model: Any, kind: str, *, swapped: bool = False,
                 block, _, part = file_name.rpartition("_")
                 file_name = f"{block}_{'down' if part == 'up' else 'up'}"
             writer.add_tensor(f"{file_name}.{ending}", numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return _ended(writer, path)
