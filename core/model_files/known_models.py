@@ -3,7 +3,7 @@
 Only the names of published models are written here; what runs of them follows from the rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from core.models.architectures.by_name import ARCHITECTURES
 from core.models.architectures.encoder_architectures import ENCODERS
 from core.models.architectures.grid_architectures import GRID_ARCHITECTURES
 from core.models.architectures.vision_architectures import VISION_ROWS
+from ipc.files.projector import PROJECTOR_KINDS
 
 #: Name in config.json's architectures, or an encoder's stem -> published models.
 PUBLISHED: dict[str, str] = {
@@ -138,11 +139,12 @@ def _decoders() -> Iterator[KnownModel]:
 
 
 def _with_images() -> Iterator[KnownModel]:
-    seen = {name: row.text_architecture for row in VISION_ROWS for name in row.names}
-    seen |= {name: TEXT_PARTS[name][0] for name in GRID_ARCHITECTURES}
-    for name, text in {**{name: texts[0] for name, texts in TEXT_PARTS.items()}, **seen}.items():
-        row, has_images = ARCHITECTURES[text], name in seen
-        yield _entry(name, row, _files(row) if has_images else "safetensors", images=has_images)
+    seen = {name: (row.text_architecture, row.gguf) for row in VISION_ROWS for name in row.names}
+    seen |= {name: (TEXT_PARTS[name][0], row.gguf) for name, row in GRID_ARCHITECTURES.items()}
+    for name, (text, projector) in {**{name: (texts[0], "") for name, texts in TEXT_PARTS.items()}, **seen}.items():
+        row = ARCHITECTURES[text]
+        files = _files_with_projector(TEXT_PARTS.get(name, (text,)), projector) if projector else "safetensors"
+        yield _entry(name, row, files, images=bool(projector))
 
 
 def _encoders() -> Iterator[KnownModel]:
@@ -164,6 +166,13 @@ def _entry(name: str, row: Architecture, files: str, *, images: bool = False) ->
         mtp=row.mtp is not None or row.name in ASSISTANTS.values(),
         level="L2",
     )
+
+
+def _files_with_projector(texts: Sequence[str], projector: str) -> str:
+    """Return the files of a model with images. texts: names of architectures. projector: llama.cpp's name."""
+    own = {name for text in texts for name in (ARCHITECTURES[text].gguf, *ARCHITECTURES[text].gguf_others)}
+    kinds = PROJECTOR_KINDS[projector].texts
+    return f"safetensors, GGUF {', '.join([kind for kind in kinds if kind in own] or kinds)}"
 
 
 def _files(row: Architecture) -> str:
