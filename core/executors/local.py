@@ -205,6 +205,8 @@ class LocalExecutor:
         self._ahead = BlocksAhead(self.runner.cache)
         if self.features is not None:
             self.features.drop_all()
+        if isinstance(self._model, Llama) and self._model.library is not None:
+            self._model.library.keep_memory(False)
         if level > 1 and isinstance(self._model, Llama):
             self._model.drop_weights()
 

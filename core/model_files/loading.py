@@ -144,6 +144,7 @@ def load_update(
     library = model.library
     with contextlib.ExitStack() as stack:
         if library is not None:
+            library.keep_memory(True)  # of the weights that these replace, for the next ones
             stack.enter_context(library.alone())
             stack.enter_context(library.lent_core())
         if path is None:

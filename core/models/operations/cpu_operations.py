@@ -265,7 +265,7 @@ class CpuOperations:
             stored = weight.quantized(self.library, is_gated=is_gated, in_8_bits=in_8_bits)
         if stored is not None and (self._dtype == BFLOAT16 or not stored.has_whole_panels):
             return stored  # whole panels are for bfloat16
-        numbers = weight.dense(self._dtype)
+        numbers = weight.dense(self._dtype, self.library.brief)
         return pack(self.library, numbers, self._dtype, is_gated=is_gated, is_kept=self._is_kept)
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:

@@ -112,16 +112,16 @@ class StoredMatrix:
         ends = [self.rows(0, first)] if first else []
         return self.joined([*ends, self.rows(last, self.shape[0])])
 
-    def dense(self, dtype: Dtype) -> Numbers:
+    def dense(self, dtype: Dtype, make: Callable[[tuple[int, int], Dtype], Numbers] = np.empty) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
 
         If no conversion is needed, the result may be a view of the data. Otherwise the caller owns it, and the data is
-        released.
+        released. make: returns the array that they are written to.
         """
         first = self.parts[0]
         if len(self.parts) == 1 and PLAIN_TYPES.get(first.type_name) == dtype:
             return first.data.view(dtype)
-        numbers = np.empty(self.shape, dtype)
+        numbers = make(self.shape, dtype)
         begin = 0
         for part in self.parts:
             _write(part, numbers[begin : begin + part.rows])

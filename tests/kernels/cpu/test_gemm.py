@@ -172,12 +172,11 @@ def test_a_gate_sees_rounded_sums_and_no_other_row(variant, function, dtype):
             assert torch.equal(matrix(x[300 - count :]), whole[300 - count :]), count
 
 
-def test_allocations_are_aligned_zero_and_apart(c_library):
+def test_allocations_are_aligned_and_apart(c_library):
     sizes = [1, 64, 65, 1 << 20, 40 << 20]
     blocks = [c_library.allocate(size) for size in sizes]
     assert [len(block) for block in blocks] == sizes
     assert all(block.ctypes.data % 64 == 0 for block in blocks)
-    assert all(not block.any() for block in blocks)
     for value, block in enumerate(blocks, 1):
         block.fill(value)
     assert [int(block.min()) for block in blocks] == [int(block.max()) for block in blocks] == [1, 2, 3, 4, 5]

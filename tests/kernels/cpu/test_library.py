@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kernels.cpu.build
@@ -27,6 +28,7 @@ from kernels.cpu.build import (
 )
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import find_library_soon
+from kernels.elements import BFLOAT16
 
 SOURCE = "void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n"
 
@@ -331,3 +333,37 @@ def test_threads_that_pack_weights_get_memory_of_their_own() -> None:
     finally:
         sys.setswitchinterval(before)
     assert len({block.ctypes.data for block in blocks}) == len(blocks)
+
+
+def test_kept_memory_is_that_of_the_next_data() -> None:
+    """It is used again once the last array in it is gone, and released when it is no longer to be kept."""
+    library, sizes = load_cpu_library(), [40 << 20, 64, 33 << 20, 4096]
+
+    def places(blocks):
+        return [block.ctypes.data for block in blocks]
+
+    library.keep_memory(True)
+    first = [library.allocate(size) for size in sizes]
+    second = [library.allocate(size) for size in sizes]
+    whole, view = places(first)[::2], first[2][100:200].view(np.uint16)
+    assert len({*places(first), *places(second)}) == 8
+    del first
+    third = library.allocate(sizes[0])
+    assert places([third]) == whole[:1]
+    fourth = library.allocate(sizes[2])
+    assert places([fourth]) != whole[1:], "a view is left"
+    third.fill(7)
+    del view
+    assert places([library.allocate(sizes[2] - 5)]) == whole[1:], "of the kept ones the smallest that is large enough"
+    begin = library.brief((3, 5 << 20), BFLOAT16).ctypes.data
+    assert library.brief((5 << 20, 2), BFLOAT16).ctypes.data == begin
+    library.keep_memory(False)
+    assert is_mapped(whole[0])
+    del third
+    assert not is_mapped(whole[0])
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in bounds)
