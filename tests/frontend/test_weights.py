@@ -339,9 +339,12 @@ def test_steps_leave_a_core_to_an_update(site: Site, monkeypatch: pytest.MonkeyP
                 thread.join()
             yield tensor
 
+    kept = list[bool]()
     monkeypatch.setattr(loading, "load_weights", next_to_a_step)
+    monkeypatch.setattr(library, "keep_memory", kept.append)
     step()
     load_new_weights(site.folders[1], loaded, config, loaded.source)
     step()
     library.stop_threads()
     assert seen == [2, 1, 2]
+    assert kept == [True], "the memory of the weights that these replace is for the next ones"

@@ -1,5 +1,7 @@
 """The packed matrix product: near the exact one, and each row's bits its own - in every variant that this CPU runs."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -180,6 +182,25 @@ def test_allocations_are_aligned_and_apart(c_library):
     for value, block in enumerate(blocks, 1):
         block.fill(value)
     assert [int(block.min()) for block in blocks] == [int(block.max()) for block in blocks] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (102, 76), (34, 63)], ids=str)
+def test_what_memory_had_before_does_not_matter(variant, shape, monkeypatch):
+    """Memory of earlier weights is packed into again."""
+    found = []
+    for content in (0, 0xA5):
+
+        def allocate(num_bytes, content=content):
+            memory = np.full(num_bytes + 64, content, np.uint8)
+            return memory[-memory.ctypes.data % 64 :][:num_bytes]
+
+        monkeypatch.setattr(variant, "allocate", allocate)
+        for dtype, options in itertools.product(DTYPES, ({}, {"gate": "silu"}, {"is_kept": True})):
+            matrix = PackedMatrix(variant, numbers(*shape, dtype=dtype), **options)
+            found.append(matrix(numbers(3, shape[1], dtype=dtype, seed=1)))
+    half = len(found) // 2
+    for before, after in zip(found[:half], found[half:], strict=True):
+        assert torch.equal(before, after)
 
 
 def compact(variant, weight, **options):

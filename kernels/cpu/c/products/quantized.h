@@ -122,13 +122,17 @@ int64_t gemm_quantize(const Quantize *args);
 /* Unpack groups [first, last) of a panel, as steps of floats, or of pairs if products take those (gemm.h). */
 void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t last, void *out);
 
-/* Return weight k of a column from what quantized_unpack() has written. */
-static inline float quantized_weight(const uint32_t *steps, int k, int column) {
-    const uint32_t word = steps[(BY_PAIRS ? k / 2 : k) * PANEL_COLUMNS + column];
+/* Return weight k of a column from the word that has it. */
+static inline float weight_of(uint32_t word, int k) {
     const uint32_t bits = !BY_PAIRS ? word : k % 2 ? word & 0xffff0000 : word << 16;
     float weight;
     memcpy(&weight, &bits, sizeof weight);
     return weight;
+}
+
+/* Return weight k of a column from what quantized_unpack() has written. */
+static inline float quantized_weight(const uint32_t *steps, int k, int column) {
+    return weight_of(steps[(BY_PAIRS ? k / 2 : k) * PANEL_COLUMNS + column], k);
 }
 
 /* Rows that are multiplied while the weights are in registers. More are computed slice by slice (gemm_slices.h). */

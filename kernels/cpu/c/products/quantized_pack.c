@@ -143,7 +143,8 @@ INLINE void write_block(const uint8_t *block, const int32_t own, int column, cha
 static void write_groups(const Column columns[PANEL_COLUMNS], int64_t k, char *to) {
     for (int column = 0; column < PANEL_COLUMNS; column++) {
         const int32_t own = columns[column].type;
-        const uint8_t *block = columns[column].blocks + k / block_weights(own) * block_bytes(own);
+        const int64_t index = (uint32_t)k / (uint32_t)block_weights(own); /* a division of words is quicker */
+        const uint8_t *block = columns[column].blocks + index * block_bytes(own);
         switch (own) {
             EACH_PANEL_TYPE(WRITE_BLOCK, )
         default: write_block(block, own, column, to);
@@ -151,39 +152,60 @@ static void write_groups(const Column columns[PANEL_COLUMNS], int64_t k, char *t
     }
 }
 
-/* Whether `count` weights of a column are the wanted ones. The words of pairs are compared first. They differ if a
- * zero has another sign. */
-static int are_equal(const uint32_t *steps, int column, const uint16_t *wanted, int count) {
-    uint32_t different = !BY_PAIRS;
-    for (int i = 0; BY_PAIRS && i < count / 2; i++) {
-        uint32_t pair;
-        memcpy(&pair, wanted + 2 * i, sizeof pair);
-        different |= steps[i * PANEL_COLUMNS + column] ^ pair;
+/* Weights of columns, each as one column of what quantized_unpack() writes. */
+typedef struct {
+    _Alignas(64) uint32_t words[LANES][LARGE];
+} Wanted;
+
+/* Read `count` weights, from place k on, of LANES columns from `columns` on. Return 0 if one is not finite, or so large
+ * that rounded_exactly() would overflow. */
+static int read_wanted(const Column *columns, int64_t k, int count, Wanted *to) {
+    _Alignas(64) float weights[LARGE];
+    Floats differences = {0}; /* NaN for such a weight */
+    for (int column = 0; column < LANES; column++) {
+        read_column(columns[column], k, count, weights);
+        for (int i = 0; i < count; i += LANES) {
+            const Floats some = load_floats(weights + i), larger_ones = some * 0x1p17f;
+            if (BY_PAIRS)
+                store_bfloat16((uint16_t *)to->words[column] + i, some);
+            else
+                store_floats(to->words[column] + i, rounded_to_bfloat16(some));
+            differences += larger_ones - larger_ones;
+        }
     }
-    if (!different) return 1;
-    for (int i = 0; i < count; i++)
-        if (!(quantized_weight(steps, i, column) == float_of_bfloat16(wanted[i]))) return 0;
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += differences[i];
+    return sum == 0;
+}
+
+/* Whether the steps of LANES columns have the wanted weights. Words are compared first. They differ if a zero has
+ * another sign. */
+static int are_equal(const uint32_t *steps, const Wanted *wanted, int count) {
+    const int num_steps = count / (BY_PAIRS ? 2 : 1);
+    Words different = {0};
+    for (int step = 0; step < num_steps; step += LANES) {
+        Floats square[LANES];
+        for (int column = 0; column < LANES; column++) square[column] = load_floats(wanted->words[column] + step);
+        transpose(square);
+        for (int i = 0; i < LANES; i++)
+            different |= (Words)square[i] ^ load_words(steps + (step + i) * PANEL_COLUMNS);
+    }
+    if (!is_any_set(different)) return 1;
+    for (int column = 0; column < LANES; column++)
+        for (int k = 0; k < count; k++) {
+            const uint32_t word = wanted->words[column][BY_PAIRS ? k / 2 : k];
+            if (!(quantized_weight(steps, k, column) == weight_of(word, k))) return 0;
+        }
     return 1;
 }
 
 /* Whether `count` places of a panel from place k on, at most LARGE, give the weights that dequantize.h gives. */
 static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t k, int count, const char *panel) {
     _Alignas(64) uint32_t steps[LARGE * PANEL_COLUMNS];
-    _Alignas(64) float weights[LARGE];
-    _Alignas(64) uint16_t wanted[LARGE];
+    Wanted wanted;
     quantized_unpack(panel, type, k / GROUP, (k + count) / GROUP, steps);
-    for (int column = 0; column < PANEL_COLUMNS; column++) {
-        read_column(columns[column], k, count, weights);
-        Floats differences = {0}; /* NaN where a weight is not finite, or so large that rounded_exactly() would overflow */
-        for (int i = 0; i < count; i += LANES) {
-            const Floats some = load_floats(weights + i), larger_ones = some * 0x1p17f;
-            store_bfloat16(wanted + i, some);
-            differences += larger_ones - larger_ones;
-        }
-        float sum = 0;
-        for (int i = 0; i < LANES; i++) sum += differences[i];
-        if (sum != 0 || !are_equal(steps, column, wanted, count)) return 0;
-    }
+    for (int column = 0; column < PANEL_COLUMNS; column += LANES)
+        if (!read_wanted(columns + column, k, count, &wanted) || !are_equal(steps + column, &wanted, count)) return 0;
     return 1;
 }
 
