@@ -89,6 +89,42 @@ def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert not found, "left behind: " + "; ".join(found)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def a_library_is_found_once() -> Iterator[None]:
+    """Hashing the sources of the C kernels and their library takes 15 to 20 ms of CPU time, and tests load it for
+    thousands of models. Tests about that set another place, compiler or function: these search."""
+    from kernels.cpu import build, library, library_file  # numpy, for which the variables above are set
+
+    places, variables = (library_file, build), ("XDG_CACHE_HOME", "HOME", "CC", "PATH")
+    names = ("PREBUILT_FOLDER", "SOURCE_FOLDER", "find_compiler", "runnable_variants", "usable_variants", "source_hash")
+
+    def setting() -> list[object]:
+        return [*map(os.environ.get, variables), *(getattr(place, name, None) for place in places for name in names)]
+
+    usual, find, found = setting(), library_file.find_library, dict[tuple[str | None, bool], library_file.LibraryFile]()
+
+    def find_once(variant: str | None = None, *, use_prebuilt: bool = True) -> library_file.LibraryFile:
+        if setting() != usual:
+            return find(variant, use_prebuilt=use_prebuilt)
+        if (variant, use_prebuilt) not in found:
+            found[variant, use_prebuilt] = find(variant, use_prebuilt=use_prebuilt)
+        return found[variant, use_prebuilt]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "find_library", find_once)
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Before hypothesis's own hook: it would parse every loaded file of this checkout for constants to try, for 7 s.
+    And the examples of a test would depend on the modules that other tests have imported."""
+    if "hypothesis" in sys.modules:
+        from hypothesis.internal.conjecture import providers
+
+        providers.is_local_module_file = lambda path: False
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     """Fail a test that leaves Ctrl-C ignored or blocked in this process, for the tests after it."""
