@@ -1,5 +1,5 @@
 # make run    ask the demo model (PROMPT="..." asks that)
-# make test   all that a change must pass: linters, types, import rules, tests (WORKERS=3 is for two cores)
+# make test   all that a change must pass: linters, import rules, types, tests (WORKERS=3 is for two cores)
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
@@ -14,7 +14,7 @@
 # make gpu-ahead  compiles kernels for that report on a machine without a GPU, into .gpu/triton
 # make arm    the kernels for ARM64 under QEMU (needs Debian's gcc-aarch64-linux-gnu and qemu-user; ARGS="..." for pytest)
 # make check  the same without the tests
-# make kernels  build the C kernels of every variant that this CPU runs, as `make test` does next to the checks
+# make kernels  build the C kernels of every variant that this CPU runs, as `make test` does before the tests
 # make map    write docs/map.md, options.md, known_models.md and the table of sampling.md again
 # make venv   only set up
 #
@@ -42,17 +42,21 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak pythons clients page ray programs published gpu gpu-report gpu-ahead arm check kernels map venv \
-	clean
+.PHONY: run test suite test-wheel soak pythons clients page ray programs published gpu gpu-report gpu-ahead arm check lint types \
+	kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
 
+# The linters say within seconds what they find. Types are checked while one process builds the kernels and then collects
+# the tests, so both cores have work.
+test: $(DEV_STAMP) lint
+	$(MAKE) --no-print-directory -j 2 types suite
+
 # Of thousands of tests with real processes one may lose a race on a machine that others use. What fails is run once more,
 # alone; a failure that the second run does not show is still a fault to be found, and the first run's output names it.
-test: $(DEV_STAMP)
-	$(MAKE) --no-print-directory -j 2 check kernels
-	$(BIN)/python -m pytest --processes $(WORKERS) -q tests || \
+suite: kernels
+	unset MAKEFLAGS MFLAGS MAKELEVEL; $(BIN)/python -m pytest --processes $(WORKERS) -q tests || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none tests; }
 
 test-wheel: $(DEV_STAMP)
@@ -96,11 +100,15 @@ gpu-ahead: $(DEV_STAMP)
 arm: $(DEV_STAMP)
 	$(BIN)/python -m tests.arm $(ARGS)
 
-check: $(DEV_STAMP)
+check: lint types
+
+lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(DEV_STAMP)
+	$(BIN)/mypy
 
 kernels: $(DEV_STAMP)
 	$(BIN)/python -m tests.build_kernels
