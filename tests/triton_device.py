@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.triton.device import INTERPRETED, NoDeviceError, find_device
+from tests.interpreter.quick import quicken
 from tests.kernels.triton import tensor_core
-from tests.quick_interpreter import quicken
 
 if INTERPRETED:
     quicken()

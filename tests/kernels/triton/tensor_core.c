@@ -96,7 +96,7 @@ static void take(uint16_t code, enum Kind kind, double *number, int32_t *exponen
 }
 
 /* a [rows, depth], b [depth, columns] -> out = sums + a b [rows, columns]. */
-void tensor_core(const uint16_t *a, const uint16_t *b, const float *sums, float *out, int rows, int depth, int columns,
+static void tensor_core(const uint16_t *a, const uint16_t *b, const float *sums, float *out, int rows, int depth, int columns,
                  enum Kind kind, int group, int fraction, int kept) {
     const size_t left = (size_t)rows * depth, right = (size_t)depth * LANES;
     double *numbers = calloc(left + right, sizeof(double)), *theirs = numbers + left;
@@ -118,12 +118,21 @@ void tensor_core(const uint16_t *a, const uint16_t *b, const float *sums, float 
     free(numbers), free(exponents);
 }
 
+/* Of `count` programs. Steps: to the next program's numbers, 0 if all have the same. */
+void tensor_cores(const uint16_t *a, const uint16_t *b, const float *sums, float *out, int rows, int depth, int columns,
+                  int count, size_t a_step, size_t b_step, size_t sums_step, enum Kind kind, int group, int fraction,
+                  int kept) {
+    for (size_t i = 0; i < (size_t)count; i++)
+        tensor_core(a + i * a_step, b + i * b_step, sums + i * sums_step, out + i * rows * columns, rows, depth,
+                    columns, kind, group, fraction, kept);
+}
+
 /* out = a * b + c, rounded once. */
 void multiply_add(const float *a, const float *b, const float *c, float *out, int count) {
     for (int i = 0; i < count; i++) out[i] = fmaf(a[i], b[i], c[i]);
 }
 
-void chain(const float *a, const float *b, const float *sums, float *out, int rows, int depth, int columns) {
+static void chain(const float *a, const float *b, const float *sums, float *out, int rows, int depth, int columns) {
     memcpy(out, sums, sizeof(float) * (size_t)rows * columns);
     for (int row = 0; row < rows; row++)
         for (int k = 0; k < depth; k++) {
@@ -131,4 +140,10 @@ void chain(const float *a, const float *b, const float *sums, float *out, int ro
             for (int column = 0; column < columns; column++)
                 out[row * columns + column] = fmaf(factor, b[k * columns + column], out[row * columns + column]);
         }
+}
+
+void chains(const float *a, const float *b, const float *sums, float *out, int rows, int depth, int columns, int count,
+            size_t a_step, size_t b_step, size_t sums_step) {
+    for (size_t i = 0; i < (size_t)count; i++)
+        chain(a + i * a_step, b + i * b_step, sums + i * sums_step, out + i * rows * columns, rows, depth, columns);
 }

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.interpreter.programs import aligned, elementwise, made
+
 _SOURCE = Path(__file__).with_name("tensor_core.c")
 
 
@@ -58,26 +60,33 @@ def product(
     a: npt.NDArray[Any], b: npt.NDArray[Any], sums: npt.NDArray[np.float32], core: Core | None = None
 ) -> npt.NDArray[np.float32]:
     """sums [M, N] and a [M, K] @ b [K, N]: float32, float16, uint16 for bfloat16, or uint8 for E4M3. core: None =
-    Hopper's."""
+    Hopper's. Each may have a first axis of programs."""
     kind = _KINDS.get(a.dtype)
     if kind == 2:
         core = core or HOPPER_FP8
         a, b = a.astype(np.uint16), b.astype(np.uint16)
-    a, b, sums = (np.ascontiguousarray(each) for each in (a, b, sums))
-    out, sizes = np.empty_like(sums), (len(a), len(b), b.shape[1])
-    pointers = [_pointer(each) for each in (a, b, sums, out)]
+    a, b, sums = given = [np.ascontiguousarray(each) for each in (a, b, sums)]
+    sizes = a.shape[-2], b.shape[-2], b.shape[-1]
+    counts = {len(each) for each in given if each.ndim == 3}
+    assert a.shape[-1] == sizes[1]
+    assert sums.shape[-2:] == (sizes[0], sizes[2])
+    assert len(counts) <= 1
+    out = np.empty((*counts, sizes[0], sizes[2]), np.float32)
+    pointers = [_pointer(each) for each in (*given, out)]
+    steps = [each[0].size if each.ndim == 3 else 0 for each in given]
+    places = [*sizes, *(counts or {1}), *map(ctypes.c_size_t, steps)]
     if kind is None:
         assert a.dtype == np.float32, a.dtype
-        _library().chain(*pointers, *sizes)
+        _library().chains(*pointers, *places)
     else:
-        _library().tensor_core(*pointers, *sizes, kind, *(core or HOPPER))
+        _library().tensor_cores(*pointers, *places, kind, *(core or HOPPER))
     return out
 
 
 def _dot(self: Any, a: Any, b: Any, sums: Any, precision: Any, imprecise: Any) -> Any:
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
-    result = product(a.data, b.data, sums.data)
-    return interpreter.TensorHandle(result, sums.dtype.scalar)
+    arrays, varies = aligned(a, b, sums)
+    return made(product(*arrays), sums.dtype.scalar, varies)
 
 
 def multiply_add(
@@ -113,5 +122,5 @@ def _converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 def install() -> None:
     """Have the interpreter compute products and multiply-adds, and round, as a GPU."""
     interpreter.InterpreterBuilder.create_dot = _dot
-    interpreter.InterpreterBuilder.create_fma = _multiply_add
+    interpreter.InterpreterBuilder.create_fma = elementwise(_multiply_add)
     interpreter._convert_float = _converted

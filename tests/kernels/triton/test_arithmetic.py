@@ -15,7 +15,7 @@ from kernels.torch.tensors import to_tensor
 from kernels.triton.arithmetic.elementary import error_function, exp2_negative, exponential, softplus
 from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.arithmetic.sums import sum_of, sums_of_columns, sums_of_rows
-from tests import quick_interpreter
+from tests.interpreter import quick
 from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
@@ -100,7 +100,7 @@ def test_sums_have_the_order_of_their_definition(
 ) -> None:
     """So have those that other tests take in their place."""
     if not is_quick:
-        monkeypatch.setattr(quick_interpreter, "SUMS", {})
+        monkeypatch.setattr(quick, "SUMS", {})
     x = np.random.default_rng(m).standard_normal((m, n)).astype(np.float32) * np.exp2(
         np.arange(n, dtype=np.float32) % 20
     )
