@@ -39,6 +39,8 @@ from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_ro
 from kernels.torch.rope import query_factors
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared, xielu
+from kernels.triton.arithmetic.caps import ARITHMETIC as CAP_ARITHMETIC
+from kernels.triton.arithmetic.caps import capped
 from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work, whole_prompts
 from kernels.triton.decode_attention import decode_attention
@@ -200,7 +202,7 @@ class TritonOperations:
     @property
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
-        name = self._kernels
+        name = self._kernels if self._config.logits_cap is None else f"{self._kernels} cap.{CAP_ARITHMETIC}"
         # A model's fingerprint comes from some pages of its files, which may not have its scales.
         if self._input_scales:
             name += f" inputs={_digest(self._input_scales)}"
@@ -454,7 +456,7 @@ class TritonOperations:
 
     def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """Return cap * tanh(logits / cap), in place."""
-        return logits.div_(cap).tanh_().mul_(cap)
+        return capped(logits, cap)
 
     def put(self, target: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
         """Write rows to these places of target."""

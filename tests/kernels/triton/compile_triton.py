@@ -41,7 +41,7 @@ from kernels.triton import (
     shared_prefix,
     threshold_search,
 )
-from kernels.triton.arithmetic import rotary_tables
+from kernels.triton.arithmetic import caps, rotary_tables
 from kernels.triton.attention_work import (
     PREFILL_OPTIONS,
     SPLIT,
@@ -123,6 +123,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"gate_up": HALF, "out": HALF},
         {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"},
     ),
+    (caps.cap_kernel, {"logits": FLOAT, "cap": "fp32", "size": "i32"}, {"BLOCK": 1024}),
     (
         log_softmax.log_softmax_kernel,
         {"logits": FLOAT, "divisors": FLOAT, "out": FLOAT, "vocab_size": "i32"},

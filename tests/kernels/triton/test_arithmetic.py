@@ -9,10 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.cpu.elementwise import cap_logits
+from kernels.cpu.library import load_cpu_library
 from kernels.rotary import rotary_frequencies
 from kernels.torch import rope
 from kernels.torch.tensors import to_tensor
-from kernels.triton.arithmetic.elementary import error_function, exp2_negative, exponential, softplus
+from kernels.triton.arithmetic.caps import capped
+from kernels.triton.arithmetic.elementary import (
+    error_function,
+    exp2_negative,
+    exponential,
+    hyperbolic_tangent,
+    softplus,
+)
 from kernels.triton.arithmetic.rotary_tables import rotary_tables
 from kernels.triton.arithmetic.sums import sum_of, sums_of_columns, sums_of_rows
 from tests.interpreter import quick
@@ -29,12 +38,13 @@ def functions_kernel(x, out, N: tl.constexpr):
     tl.store(out + N + i, exp2_negative(-tl.abs(numbers)))
     tl.store(out + 2 * N + i, error_function(numbers))
     tl.store(out + 3 * N + i, softplus(numbers))
-    tl.store(out + 4 * N + i, tl.div_rn(1.0, tl.sqrt_rn(tl.abs(numbers) + 0.1)))
+    tl.store(out + 4 * N + i, hyperbolic_tangent(numbers))
+    tl.store(out + 5 * N + i, tl.div_rn(1.0, tl.sqrt_rn(tl.abs(numbers) + 0.1)))
 
 
 def functions(x: torch.Tensor) -> torch.Tensor:
-    """Return the results [5, N] of each function."""
-    out = torch.empty(5, len(x), device=DEVICE)
+    """Return the results [6, N] of each function."""
+    out = torch.empty(6, len(x), device=DEVICE)
     functions_kernel[(1,)](x.to(DEVICE), out, N=len(x))
     return out.cpu()
 
@@ -47,7 +57,7 @@ def numbers() -> torch.Tensor:
 
 
 #: What a kernel must give for these numbers, here and on a GPU, by function.
-DIGESTS = (3426297901, 2403015714, 3001547565, 2549213216, 74759382)
+DIGESTS = (3426297901, 2403015714, 3001547565, 2549213216, 937555563, 74759382)
 
 
 def test_functions_have_their_bits_and_are_near_float64() -> None:
@@ -57,23 +67,33 @@ def test_functions_have_their_bits_and_are_near_float64() -> None:
     inside = (x > -87) & (x < 88)
     exact = x.double()
     softplus_of = torch.nn.functional.softplus(exact, threshold=1000)
-    expected = torch.exp(exact), torch.exp2(-exact.abs()), torch.erf(exact), softplus_of
-    bounds = 4e-7, 2e-7, 5e-7, 3e-7
+    expected = torch.exp(exact), torch.exp2(-exact.abs()), torch.erf(exact), softplus_of, torch.tanh(exact)
+    bounds = 4e-7, 2e-7, 5e-7, 3e-7, 3e-7
     for row, right, bound in zip(found, expected, bounds, strict=False):
-        chosen = inside & (right > 2.0**-120)
+        chosen = inside & (right.abs() > 2.0**-120)
         assert ((row.double() / right - 1)[chosen].abs() < bound).all(), (row.double() / right - 1)[chosen].abs().max()
 
 
 def test_functions_at_their_ends() -> None:
     x = torch.tensor([0.0, torch.nan, 1e4, -1e4, torch.inf, -torch.inf, 126.75, -0.0])
-    exponentials, powers, errors, logarithms, _ = functions(x)
+    exponentials, powers, errors, logarithms, tangents, _ = functions(x)
     assert exponentials[[0, 7]].tolist() == [1, 1]
     assert exponentials[2] == exponentials[4] == np.float32(1.6516363e38)
     assert 0 < exponentials[3] == exponentials[5] < 2e-38
     assert powers.nan_to_num(9).tolist() == [1, 9, 0, 0, 0, 0, 0, 1]
     assert errors[2:6].tolist() == [1, -1, 1, -1]
     assert logarithms[[0, 2, 3]].tolist() == [np.float32(np.log(2)), 1e4, pytest.approx(0, abs=1e-37)]
-    assert torch.stack([exponentials, powers, errors, logarithms])[:, 1].isnan().all()
+    assert tangents[2:7].tolist() == [1, -1, 1, -1, 1]
+    assert torch.stack([exponentials, powers, errors, logarithms, tangents])[:, 1].isnan().all()
+
+
+def test_caps_are_those_of_the_c_kernels() -> None:
+    x = numbers().view(64, 64)
+    expected, given = x.numpy().copy(), x.to(DEVICE, copy=True)
+    cap_logits(load_cpu_library(), expected, 30.0)
+    assert capped(given, 30.0) is given
+    np.testing.assert_allclose(given.cpu().numpy(), expected, rtol=3e-7, atol=0)
+    assert capped(given[:0], 30.0).shape == (0, 64)
 
 
 @triton.jit
