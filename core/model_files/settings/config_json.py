@@ -66,6 +66,8 @@ def read_json_config(folder: Path) -> ModelConfig:
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     refuse_own_settings(values)
+    if values.get("quantization_config") is None and (folder / _OWN_FILE).is_file():
+        values.values |= _own_quantization(Values(read_json_object(folder / _OWN_FILE), str(folder / _OWN_FILE)))
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
@@ -463,6 +465,8 @@ def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
 _METHODS = ("gptq", "awq", "auto-round", "compressed-tensors", "fp8", "modelopt", "mxfp4", "bitsandbytes", "torchao")
 #: The quant_method of a model that transformers has read from a GGUF file: its tensors are plain.
 PLAIN_METHOD = "gguf"
+#: Where Model Optimizer's older exports say what newer ones say in config.json.
+_OWN_FILE = "hf_quant_config.json"
 #: Formats of compressed-tensors in which a weight is a code and a scale.
 _FORMATS = (
     *("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
@@ -502,6 +506,14 @@ def read_packing(values: Values, *, multiplies: bool = False) -> Packing:
         return "fp8"
     packing: Packing = method
     return packing
+
+
+def _own_quantization(values: Values) -> dict[str, Any]:
+    """Return the settings in Model Optimizer's own file as config.json's; empty if only the KV cache is quantized."""
+    found = values.group("quantization")
+    if found is None or found.get("quant_algo") is None:
+        return {}
+    return {"quantization_config": {"quant_method": "modelopt", "quant_algo": found.get("quant_algo")}}
 
 
 def _gptq(config: Values) -> Packing:

@@ -294,3 +294,17 @@ def test_packing_of_a_config(quantization: dict[str, Any], packing: str, source:
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": quantization}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_model_config(tmp_path).packing == packing
+
+
+def test_model_optimizer_has_a_file_of_its_own(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    for algorithm, packing in ((None, "none"), ("FP8", "fp8")):
+        found = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(found))
+        assert read_model_config(tmp_path).packing == packing
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(UnsupportedModelError, match=r"quant_algo='W4A8_AWQ' is not supported"):
+        read_model_config(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": 1}))
+    with pytest.raises(ModelFileError, match="quantization must be"):
+        read_model_config(tmp_path)
