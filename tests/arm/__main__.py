@@ -1,85 +1,96 @@
-"""The kernels for ARM64, emulated: `make arm`.
+"""The wheel for ARM64, the demo model and the kernels' tests, emulated: `make arm`.
 
-usage: python -m tests.arm [--cpu CPU ...] [--folder FOLDER] [PYTEST ARGUMENT ...]
+usage: python -m tests.arm [--part PART ...] [--cpu CPU ...] [--dtype DTYPE ...] [--folder FOLDER] [PYTEST ARGUMENT ...]
 
-The kernels' tests run under QEMU once for each CPU, whose best variant must be the expected one; PYTEST ARGUMENTS
-replace them. Then the demo model must say the same by every variant for ARM64, embedded and over a socket, and by the
-variant portable the same as on this machine. QEMU shows results and not speed.
+Parts: `wheel` builds the wheel, installs it and loads its kernels. `demo` runs that wheel: the demo model must say the
+same by every variant for ARM64, embedded and over a socket, and by the variant portable the same as on this machine.
+`tests` runs the kernels' tests on each CPU, whose best variant must be the expected one; PYTEST ARGUMENTS replace them.
+QEMU shows results and not speed.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from tests.arm.system import ROOT, environment, prepared_system
+from tests.arm import wheel
+from tests.arm.system import ROOT, add_test_packages, build_kernels, environment, prepared_system
 
 #: CPUs of QEMU's, and the best variant for each.
 CPUS = {"cortex-a72": "neon", "neoverse-n1": "neon_dot", "max": "neon_bf16"}
+DTYPES = ("float32", "bfloat16")
+WAYS = ("embedded", "socket")
 _TESTS = ("tests/kernels/cpu", "tests/kernels/test_dequantize.py", "tests/core/runner/test_cpu_variants.py")
 _BEST = "from kernels.cpu.build import usable_variants; print(usable_variants()[0])"
+_DEMO = Path(__file__).with_name("demo.py")
 _PATIENCE_S = 3600
 
 
-def run(python: Path | str, arguments: list[str], settings: dict[str, str] | None) -> str:
-    """Return what a command of a Python prints. Errors: CalledProcessError."""
-    command = [str(python), *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=settings, stdout=subprocess.PIPE, check=True, timeout=_PATIENCE_S)
+def run(command: list[str], folder: Path, settings: dict[str, str] | None) -> str:
+    """Return what a command prints. Errors: CalledProcessError."""
+    done = subprocess.run(command, cwd=folder, env=settings, stdout=subprocess.PIPE, check=True, timeout=_PATIENCE_S)
     return done.stdout.decode()
 
 
-def demo(python: Path | str, variant: str, settings: dict[str, str] | None) -> dict[str, Any]:
-    """Return what tests/arm/demo.py finds: by dtype and way."""
-    found: dict[str, Any] = json.loads(run(python, ["-m", "tests.arm.demo", variant], settings).splitlines()[-1])
+def say(python: Path, folder: Path, cpu: str, case: tuple[str, str, str]) -> dict[str, Any]:
+    """Return what tests/arm/demo.py finds with the installed wheel: case is variant, dtype and way."""
+    begin = time.monotonic()
+    printed = run([str(python), "-P", str(_DEMO), *case], folder, wheel.settings(folder, cpu))
+    print(f"{cpu}: {' '.join(case)}: {time.monotonic() - begin:.0f} s", flush=True)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 
-def compare(python: Path, folder: Path) -> list[str]:
+def compare(python: Path, folder: Path, cpus: list[str], dtypes: list[str]) -> list[str]:
     """Return what differs between variants that promise the same."""
-    here = demo(sys.executable, "portable", None)
-    there = {name: demo(python, name, environment(folder, "max")) for name in ("portable", *CPUS.values())}
-    wrong = [
-        f"portable, {each}: not as on this machine" for each, value in here.items() if there["portable"][each] != value
-    ]
-    for name in CPUS.values():
-        wrong += [f"{name}, {each}: not as neon" for each, value in there["neon"].items() if there[name][each] != value]
-        for each, value in here.items():
-            if there[name][each]["tokens"] != value["tokens"]:
-                print(f"{name}, {each}: other tokens than portable, which rounds products by themselves")
-    for name, found in there.items():
-        for each in ("float32", "bfloat16"):
-            if found[f"{each} embedded"] != found[f"{each} socket"]:
-                wrong.append(f"{name}, {each}: the socket differs")
+    wrong = []
+    for dtype in dtypes:
+        here = json.loads(run([sys.executable, str(_DEMO), "portable", dtype, "embedded"], ROOT, None).splitlines()[-1])
+        if say(python, folder, cpus[0], ("portable", dtype, "embedded")) != here:
+            wrong.append(f"portable, {dtype}: not as on this machine")
+        found = {(cpu, way): say(python, folder, cpu, (CPUS[cpu], dtype, way)) for cpu in cpus for way in WAYS}
+        first = found[cpus[0], WAYS[0]]
+        wrong += [f"{CPUS[cpu]}, {dtype}, {way}: differs" for (cpu, way), value in found.items() if value != first]
+        same = sum(left == right for left, right in zip(first["tokens"], here["tokens"], strict=True))
+        print(f"{dtype}: {same} of {len(here['tokens'])} tokens as by portable, which rounds products by themselves")
     return wrong
+
+
+def test(python: Path, folder: Path, cpus: list[str], arguments: list[str]) -> list[str]:
+    """Return the CPUs on which a test fails, or whose best variant is another one."""
+    add_test_packages(folder)
+    build_kernels(folder)
+    failed = []
+    for cpu in cpus:
+        begin, settings = time.monotonic(), environment(folder, cpu)
+        best = run([str(python), "-c", _BEST], ROOT, settings).strip()
+        tests = [str(python), "-m", "pytest", "-q", "--timeout=1800", "-p", "no:cacheprovider", *arguments]
+        status = subprocess.run(tests, cwd=ROOT, env=settings, check=False).returncode
+        print(f"{cpu}: best variant {best}, tests ended with {status}: {time.monotonic() - begin:.0f} s", flush=True)
+        if best != CPUS[cpu] or status:
+            failed.append(cpu)
+    return failed
 
 
 def main(arguments: list[str]) -> int:
     """Return the exit status: 0 = all tests pass, and nothing differs."""
     parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].splitlines()[0])
+    parser.add_argument("--part", nargs="+", choices=("wheel", "demo", "tests"), default=["wheel", "demo", "tests"])
     parser.add_argument("--cpu", nargs="+", choices=CPUS, default=list(CPUS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
     options, pytest_arguments = parser.parse_known_args(arguments)
     folder, python = prepared_system(options.folder)
     failed = []
-    for cpu in options.cpu:
-        settings = environment(folder, cpu)
-        best = run(python, ["-c", _BEST], settings).strip()
-        print(f"{cpu}: best variant {best}", flush=True)
-        tests = [
-            str(python),
-            "-m",
-            "pytest",
-            "-q",
-            "--timeout=1800",
-            "-p",
-            "no:cacheprovider",
-            *(pytest_arguments or _TESTS),
-        ]
-        if best != CPUS[cpu] or subprocess.run(tests, cwd=ROOT, env=settings, check=False).returncode:
-            failed.append(cpu)
-    failed += compare(python, folder)
+    if "wheel" in options.part:
+        wheel.build_and_load(folder)
+    if "demo" in options.part:
+        failed += compare(python, folder, options.cpu, options.dtype)
+    if "tests" in options.part:
+        failed += test(python, folder, options.cpu, pytest_arguments or list(_TESTS))
     print("\n".join(failed) or "all pass")
     return 1 if failed else 0
 

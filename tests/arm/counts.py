@@ -13,7 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.arm.system import ROOT, environment, prepared_system
+from kernels.cpu.build import VARIANTS
+from tests.arm.system import ROOT, build_kernels, environment, prepared_system
 
 _PLUGIN = Path(__file__).with_name("instructions.c")
 #: SVE has as many bytes as NEON, as on most CPUs; QEMU would give it 64.
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("what", nargs="+")
     options = parser.parse_args(arguments)
     folder, python = prepared_system(options.folder)
+    build_kernels(folder, [what for what in options.what if what in VARIANTS])
     plugin = folder / "instructions.so"
     compiler = os.environ.get("CC", "cc")
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(_PLUGIN), "-o", str(plugin)], check=True)

@@ -1,6 +1,9 @@
-"""Prints what the demo model says, as JSON: 32 greedy tokens and the last one's log probabilities, by dtype and way.
+"""Prints what the demo model says, as JSON: 32 greedy tokens and their log probabilities, of one variant and dtype.
 
-usage: python -m tests.arm.demo VARIANT
+usage: python demo.py VARIANT DTYPE WAY
+
+WAY is `embedded`, or `socket`: then another process serves the engine. Only engine_core is imported, so it runs with an
+installed wheel too.
 """
 
 import json
@@ -14,7 +17,6 @@ from typing import Any
 from engine_core import LLM, SamplingParams
 
 PROMPT = "The three laws of robotics are"
-DTYPES = ("float32", "bfloat16")
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=32, min_tokens=32, logprobs=2)
 _START_S = 1800  # a busy machine emulates slowly
 
@@ -27,12 +29,18 @@ def said(llm: LLM) -> dict[str, Any]:
     return {"tokens": list(output.token_ids), "logprobs": [value.hex() for value in chosen]}
 
 
+def embedded(options: dict[str, Any]) -> dict[str, Any]:
+    """Return what an engine of this process's own says."""
+    with LLM(start_timeout=float(_START_S), **options) as llm:
+        return said(llm)
+
+
 def over_the_socket(options: dict[str, Any]) -> dict[str, Any]:
     """Return what a client of a served engine gets."""
     with tempfile.TemporaryDirectory(prefix="ec-") as folder:
         address = f"ipc://{folder}/engine"
         flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-m", "engine_core", "serve", address, *flags]
+        command = [sys.executable, "-P", "-m", "engine_core", "serve", address, *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 end = time.monotonic() + _START_S
@@ -44,16 +52,11 @@ def over_the_socket(options: dict[str, Any]) -> dict[str, Any]:
                 server.terminate()
 
 
-def main(variant: str) -> None:
+def main(variant: str, dtype: str, way: str) -> None:
     """Print the JSON."""
-    found = {}
-    for dtype in DTYPES:
-        options = {"cpu_kernels": variant, "dtype": dtype, "threads": 1, "max_model_len": 128}
-        with LLM(start_timeout=float(_START_S), **options) as llm:
-            found[f"{dtype} embedded"] = said(llm)
-        found[f"{dtype} socket"] = over_the_socket(options)
-    print(json.dumps(found))
+    options = {"cpu_kernels": variant, "dtype": dtype, "threads": 1, "max_model_len": 128}
+    print(json.dumps({"embedded": embedded, "socket": over_the_socket}[way](options)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

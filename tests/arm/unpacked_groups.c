@@ -1,4 +1,5 @@
-/* Multiplies rows of blocks with unpacked groups by the functions of int8.h, and compares every bit with its definition.
+/* Multiplies rows of blocks by the functions of int8.h, and compares every bit: with unpacked groups with the
+ * definition, with packed ones several rows with each of them alone.
  *
  * Exit status 0 = all rows of all types are right. test_unpacked_groups.py compiles it for each variant for ARM64.
  */
@@ -7,11 +8,20 @@
 
 #include "products/int8_functions.h"
 
-enum { GROUPS = 5 };
+/* Functions of packed groups take long to compile: WITH_PACKED asks for them. */
+#ifndef WITH_PACKED
+#define WITH_PACKED 0
+#endif
 
-static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_UNPACKED_ROWS;
+enum { GROUPS = 32, MOST = 8 };
+
+static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_ALL_UNPACKED;
+#if WITH_PACKED
+static const Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1] = INT8_ALL_PACKED;
+#endif
 static Int8Group groups[GROUPS];
-static Int8Block x[INT8_ROWS][GROUPS];
+static Int8Block x[MOST][GROUPS];
+static char panel[(2 * LARGE + GROUP * PANEL_COLUMNS * 2) * GROUPS];
 
 static int random_code(int bits) { return (rand() >> 8) % (1 << bits) - (1 << (bits - 1)); }
 static float random_scale(void) { return (float)(rand() % 2001 - 1000) * 0.00173f; }
@@ -27,7 +37,7 @@ static void fill(void) {
             for (int column = 0; column < PANEL_COLUMNS; column++)
                 groups[g].scale[half][column] = random_scale(), groups[g].minimum[half][column] = random_scale();
     }
-    for (int row = 0; row < INT8_ROWS; row++)
+    for (int row = 0; row < MOST; row++)
         for (int g = 0; g < GROUPS; g++) {
             Int8Block *block = &x[row][g];
             int sums[2] = {0};
@@ -64,6 +74,31 @@ static float defined(int row, int column, int type, float sum) {
     return sum;
 }
 
+#if WITH_PACKED
+/* Return how many numbers of some rows differ from those of each row alone. */
+static int wrong_of_rows(int type, int rows) {
+    const QuantizedLayout layout = layout_of(type);
+    const Int8Work all = {.panel = panel, .type = type, .last = GROUPS, .ahead = 64, .line_step = 64, .x = x[0],
+                          .x_stride = GROUPS};
+    float out[MOST][PANEL_COLUMNS] = {{0}}, alone[MOST][PANEL_COLUMNS] = {{0}};
+    int wrong = 0;
+    for (size_t i = 0; i < sizeof panel; i++) panel[i] = (char)(rand() >> 8);
+    for (int g = 0; g < GROUPS; g++) { /* floats of whatever kind that are no NaN */
+        for (int i = 0; i < layout.head_bytes; i++) panel[head_offset(layout, g) + i] &= 0x3f;
+        for (int i = 0; i < layout.scale_bytes; i++) panel[group_offset(layout, g) + i] &= 0x3f;
+    }
+    Int8Work work = all;
+    work.out = out[0];
+    packed[rows - 1][type](&work);
+    for (int row = 0; row < rows; row++) {
+        work.x = x[row], work.out = alone[row];
+        packed[0][type](&work);
+    }
+    for (int i = 0; i < rows * PANEL_COLUMNS; i++) wrong += memcmp(&out[0][i], &alone[0][i], sizeof **out) != 0;
+    return wrong;
+}
+#endif
+
 int main(void) {
     static const int types[] = {Q8_0, Q4_1, Q6_K, Q2_K};
     int wrong = 0;
@@ -82,5 +117,12 @@ int main(void) {
                 }
             printf("type %d, %d rows: %d wrong\n", types[i], rows, wrong);
         }
+#if WITH_PACKED
+    for (int type = 0; type <= IQ2_XXS; type++)
+        for (int rows = 2; packed[0][type] && rows <= INT8_PACKED_ROWS; rows++) {
+            wrong += wrong_of_rows(type, rows);
+            printf("type %d, %d packed rows: %d wrong\n", type, rows, wrong);
+        }
+#endif
     return wrong != 0;
 }

@@ -9,11 +9,12 @@ import argparse
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from build_wheel.hook import MACHINE
 from kernels.cpu.build import ARM
-from tests.arm.system import COMPILER, ROOT, environment, install, make_system, missing_programs
+from tests.arm.system import COMPILER, ROOT, environment, install, make_system, prepared_system
 
 #: Loads what the wheel brings; CC fails, so nothing is compiled.
 _LOAD = """
@@ -41,16 +42,27 @@ def build_wheel(folder: Path) -> Path:
     return max((folder / "wheels").glob(f"*_{ARM}.whl"), key=lambda path: path.stat().st_mtime)
 
 
+def settings(folder: Path, cpu: str) -> dict[str, str]:
+    """Return the environment of a process of QEMU's that has the installed wheel, and no compiler."""
+    return {**environment(folder, cpu), "CC": "false", "PYTHONPATH": str(folder / "installed")}
+
+
 def load(folder: Path, wheel: Path) -> list[str]:
     """Install the wheel below `folder`, load its kernels in an emulated process, and return their variants."""
-    python = make_system(folder)
-    site = folder / "installed"
-    install(site, "--no-deps", "--upgrade", str(wheel))
-    settings = {**environment(folder, "max"), "CC": "false", "PYTHONPATH": str(site)}
+    install(folder / "installed", "--no-deps", "--upgrade", str(wheel))
+    command = [str(make_system(folder)), "-P", "-c", _LOAD]
     done = subprocess.run(
-        [str(python), "-P", "-c", _LOAD], cwd=folder, env=settings, check=True, stdout=subprocess.PIPE, text=True
+        command, cwd=folder, env=settings(folder, "max"), check=True, stdout=subprocess.PIPE, text=True
     )
     return done.stdout.split()
+
+
+def build_and_load(folder: Path, wheel: Path | None = None) -> None:
+    """Load a wheel's kernels, and say which; None = a new one."""
+    begin = time.monotonic()
+    wheel = wheel or build_wheel(folder)
+    loaded = load(folder, wheel)
+    print(f"{wheel.name}: loaded {' '.join(loaded)}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -59,13 +71,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
     parser.add_argument("wheel", type=Path, nargs="?")
     options = parser.parse_args(arguments)
-    if missing := missing_programs():
-        print(f"not installed: {' '.join(missing)} (Debian's packages)")
-        return 1
-    folder = options.folder.resolve()
-    folder.mkdir(exist_ok=True)
-    wheel = options.wheel.resolve() if options.wheel else build_wheel(folder)
-    print(f"{wheel.name}: loaded {' '.join(load(folder, wheel))}")
+    folder, _ = prepared_system(options.folder)
+    build_and_load(folder, options.wheel and options.wheel.resolve())
     return 0
 
 

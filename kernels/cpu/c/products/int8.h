@@ -51,7 +51,9 @@ typedef struct {
 } Int8Group;
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. */
-#if defined(NEON_DOT) && !defined(NEON_I8MM)
+#if defined(NEON_I8MM)
+enum { INT8_PACKED_ROWS = 8, INT8_ROWS = 6 };
+#elif defined(NEON_DOT)
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 4 };
 #else
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };

@@ -10,13 +10,16 @@
 #include "products/int8_pairs.h"
 #endif
 
-#if defined(NEON_DOT)
+#if defined(NEON_I8MM)
+#define INT8_MULTIPLY_PACKED(work, rows, type) \
+    ((rows) > LANE_ROWS ? multiply_pairs(work, rows, type, 0) : multiply_by_lanes(work, rows, type, 0))
+#elif defined(NEON_DOT)
 #define INT8_MULTIPLY_PACKED(work, rows, type) multiply_by_lanes(work, rows, type, 0)
 #else
 #define INT8_MULTIPLY_PACKED(work, rows, type) multiply_groups(work, rows, type, 0)
 #endif
 #if defined(NEON_I8MM)
-#define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_pairs(work, rows, type)
+#define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_pairs(work, rows, type, 1)
 #elif defined(NEON_DOT)
 #define INT8_MULTIPLY_UNPACKED(work, rows, type) multiply_by_lanes(work, rows, type, 1)
 #else
@@ -57,14 +60,25 @@ INT8_UNPACKED_TYPES(3)
 INT8_UNPACKED_TYPES(4)
 #define INT8_UNPACKED_FOUR_ROWS INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2), INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4)
 #if defined(NEON_DOT) && !defined(NEON_I8MM) /* INT8_ROWS */
-#define INT8_UNPACKED_ROWS {INT8_UNPACKED_FOUR_ROWS}
+#define INT8_ALL_UNPACKED {INT8_UNPACKED_FOUR_ROWS}
 #else
 INT8_UNPACKED_TYPES(5)
 INT8_UNPACKED_TYPES(6)
-#define INT8_UNPACKED_ROWS {INT8_UNPACKED_FOUR_ROWS, INT8_UNPACKED_ROW(5), INT8_UNPACKED_ROW(6)}
+#define INT8_ALL_UNPACKED {INT8_UNPACKED_FOUR_ROWS, INT8_UNPACKED_ROW(5), INT8_UNPACKED_ROW(6)}
 #endif
 
-#define INT8_FUNCTIONS                                                                                   \
-    {{INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)}, INT8_UNPACKED_ROWS}
+#define INT8_PACKED_FOUR_ROWS INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)
+#if defined(NEON_I8MM) /* INT8_PACKED_ROWS */
+INT8_PACKED_TYPES(5)
+INT8_PACKED_TYPES(6)
+INT8_PACKED_TYPES(7)
+INT8_PACKED_TYPES(8)
+#define INT8_ALL_PACKED \
+    {INT8_PACKED_FOUR_ROWS, INT8_PACKED_ROW(5), INT8_PACKED_ROW(6), INT8_PACKED_ROW(7), INT8_PACKED_ROW(8)}
+#else
+#define INT8_ALL_PACKED {INT8_PACKED_FOUR_ROWS}
+#endif
+
+#define INT8_FUNCTIONS {INT8_ALL_PACKED, INT8_ALL_UNPACKED}
 
 #endif
