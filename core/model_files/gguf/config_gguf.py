@@ -19,7 +19,12 @@ from core.model_files.gguf.layers_gguf import (
     gguf_stream_settings,
     without_lists,
 )
-from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
+from core.model_files.settings.architecture_settings import (
+    every,
+    residuals,
+    unrotated_beside,
+    within_chunks,
+)
 from core.model_files.settings.config_json import pattern_layers
 from core.model_files.settings.latent_settings import as_one_head, checked_latent, scalar_of
 from core.model_files.settings.layer_settings import alike_mlps
@@ -119,8 +124,8 @@ _WITHOUT_KEYS = ("none", "falcon")  # the latter's are in the files' matrices
 _GROWTH = {"query_growth": 0.0, "yarn_log_multiplier": 0.0}
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
-#: Every fourth layer of SmolLM3 is not rotated. No key says so, and llama.cpp also hard-codes it.
-_SMOLLM3_INTERVAL = 4
+#: Every fourth layer of SmolLM3 and Llama 4 is not rotated. No key says so, and llama.cpp also hard-codes it.
+_UNROTATED_INTERVAL = 4
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
@@ -207,6 +212,7 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture, tuple[
     layers = gguf_file_layers(values, header, architecture)
     spread_heads(values, architecture)
     _refuse_features(values, str(name), architecture)
+    within_chunks(values, architecture)
     return values, architecture, layers
 
 
@@ -283,8 +289,8 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
         "residual": residuals(values, architecture),
         "centred_norms": architecture.centred_norms,
         "norm_bias": architecture.norm_bias,
-        "qk_norm": architecture.qk_norm
-        or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
+        "qk_norm": _has_qk_norm(header, values, architecture),
+        "qk_norm_plain": architecture.qk_norm_plain,
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "qk_norm_by_head": architecture.qk_norm_by_head,
         "qk_norm_after": architecture.qk_norm_after,
@@ -298,6 +304,13 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
         "fused_qkv": is_fused,
         "fused_gate_up": architecture.fused_gate_up and architecture.experts is None,
     }
+
+
+def _has_qk_norm(header: GgufHeader, values: Values, architecture: Architecture) -> bool:
+    if architecture.qk_norm_plain:
+        return values.get("num_experts") != architecture.gguf_unnormed_experts
+    is_stored = "blk.0.attn_q_norm.weight" in header.tensors
+    return architecture.qk_norm or (architecture.qk_norm_key is not None and is_stored)
 
 
 def _rotary_dim(values: Values, architecture: Architecture, head_dim: int) -> int:
@@ -344,7 +357,7 @@ def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
 def _unrotated(values: Values, architecture: Architecture, window: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     match architecture.unrotated:
         case "no_rope_layers":
-            return every(_SMOLLM3_INTERVAL, num_layers)
+            return every(_UNROTATED_INTERVAL, num_layers)
         case "all":
             return tuple(range(num_layers))
         case "by position_embedding_type" if not values.boolean("is_rotated", True):

@@ -33,6 +33,8 @@ def gguf_experts(
         shared = values.integer("shared_expert_intermediate_size")
     elif values.get("n_shared_experts") not in (None, 0):
         shared = parts.intermediate_size * values.integer("n_shared_experts")
+    elif any(name.endswith(".ffn_up_shexp.weight") for name in header.tensors) and row.scales_inputs:
+        shared = parts.intermediate_size  # Llama 4's files do not state it
     if shared and row.shared_size_key is None and row.shared_count_key is None:
         values.refuse("n_shared_experts", f"a {architecture.name} has none; only 0 is")
     # some converters write 0 instead of omitting it
@@ -46,6 +48,7 @@ def gguf_experts(
         shared_size=shared,
         has_shared_gate=row.has_shared_gate and shared > 0,
         is_sigmoid=is_sigmoid,
+        scales_inputs=row.scales_inputs,
         added_to_sum=row.added_to_sum,
         has_scales=row.beside_dense and any(name.endswith(".ffn_down_exps.scale") for name in header.tensors),
         beside_dense=row.beside_dense,

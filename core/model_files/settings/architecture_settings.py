@@ -172,11 +172,12 @@ def within_chunks(values: Values, architecture: Architecture) -> None:
     if architecture.sliding != "by chunks":
         return
     most = values.integer("max_position_embeddings")
-    if values.get("attention_chunk_size") is not None:
-        most = min(most, values.integer("attention_chunk_size"))
-    if values.get("attn_temperature_tuning"):
-        most = min(most, values.integer("floor_scale") - 1)
-    values.values["max_position_embeddings"] = most
+    own = Values({**architecture.defaults, **values.values}, values.source)  # a GGUF file has none of these settings
+    if own.get("attention_chunk_size") is not None:
+        most = min(most, own.integer("attention_chunk_size"))
+    if own.get("attn_temperature_tuning"):
+        most = min(most, own.integer("floor_scale") - 1)
+    values.values = {**values.values, values.key("max_position_embeddings"): most}
 
 
 def layer_thetas(

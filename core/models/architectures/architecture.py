@@ -169,6 +169,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     # in every file, the rows of q and k have the two numbers of each rotated pair next to each other
     interleaves_heads: bool = False
     gguf_yarn_truncates: bool = True  # whether YaRN's transition starts and ends at whole dimensions; no key says so
+    #: GGUF files with so many experts have no head norms without weights, as others of the architecture do; no key says
+    #: so.
+    gguf_unnormed_experts: int | None = None
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k in that way
     may_see_all: bool = False  # the setting use_bidirectional_attention exists
     attention_sinks: bool = False

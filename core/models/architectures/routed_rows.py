@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.models.architectures.architecture import SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
+from core.models.architectures.architecture import SIGMOID, SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
 
 #: Window defaults of all Qwen models.
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -141,7 +141,8 @@ ROUTED_ROWS = (
         name="Llama4ForCausalLM",
         base_name="Llama4TextModel",
         model_type="llama4_text",
-        gguf=None,
+        gguf="llama4",
+        gguf_unnormed_experts=128,
         defaults={
             "num_key_value_heads": 8,
             "head_dim": 128,
@@ -172,6 +173,8 @@ ROUTED_ROWS = (
             is_sigmoid=True,
             scales_inputs=True,
             shared_size_key="intermediate_size",
+            gguf_normalises=False,
+            gguf_gating=(SIGMOID,),
         ),
         names={
             "mlp.router": "feed_forward.router",
@@ -182,6 +185,7 @@ ROUTED_ROWS = (
                 for name in ("gate", "up", "down")
             },
         },
+        gguf_names=GGUF_EXPERTS,
     ),
     Architecture(
         name="MellumForCausalLM",

@@ -162,7 +162,7 @@ def divisors(config: Any) -> torch.Tensor:
         wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
         turns = rope["original_max_position_embeddings"] / wavelength
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        smooth = float(turns > high) if low == high else min(max((turns - low) / (high - low), 0.0), 1.0)
         values.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return torch.tensor(values)
 

@@ -8,7 +8,7 @@ import torch
 
 def feed_forward_length(config: Any) -> Any:
     """Of each layer, where some have no MLP."""
-    size: int = config.intermediate_size
+    size: int = getattr(config, "intermediate_size_mlp", config.intermediate_size)
     if config.model_type == "nemotron_h":
         sizes = {"moe": config.moe_intermediate_size, "mlp": size}
         return [sizes.get(kind, 0) for kind in config.layers_block_type]

@@ -23,12 +23,19 @@ ROUTED_GGUF_CASES = {
     "exaone-moe": "exaone-moe",
     "hunyuan-dense": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
+    "llama4": "llama4",
 }
 
 
 def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
     """The file's tensors of one of the model's; None: it has the usual name."""
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if ".feed_forward.experts." in name:  # Llama 4's are [experts, in, out]
+        parts = ("gate", "up") if "gate_up_proj" in name else ("down",)
+        halves = tensor.transpose(1, 2).chunk(len(parts), 1)
+        return {f"{block}.ffn_{part}_exps.weight": half.contiguous() for part, half in zip(parts, halves, strict=True)}
+    if "feed_forward.router" in name:
+        return {f"{block}.ffn_gate_inp.weight": tensor}
     if "e_score_correction" in name:
         return {f"{block}.exp_probs_b.bias": tensor.flatten()}
     if "mixer.experts" in name:
@@ -58,6 +65,9 @@ def routed_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "minimax_m2":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "llama4_text":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_interleave_moe_layer_step(2)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)

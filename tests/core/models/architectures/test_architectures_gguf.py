@@ -3,6 +3,7 @@
 transformers' own GGUF reader confirms tensors and sizes; the logits are held against the model before its conversion.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from core.model_files.model_config import read_model_config
 from core.model_files.tensors.weights import load_weights
 from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden
-from tests.core.models.gguf_checkpoints import GGUF_CASES, write, write_model
+from tests.core.models.gguf_checkpoints import GGUF_CASES, metadata, write, write_model
 from tests.numbers import dense_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -39,6 +40,21 @@ def test_gguf_gives_what_transformers_gives(case: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", case, expected)
     check_logits(path, expected)
     check_greedy(path, expected)
+
+
+def test_what_llama_4_files_do_not_state(tmp_path: Path) -> None:
+    """Contexts end where chunks do, and where queries grow; heads are normalised unless there are 128 experts."""
+    config = copy.deepcopy(golden("llama4").model.config)
+    config.max_position_embeddings = 10**6
+    for number in (16, 128):
+        config.num_local_experts, path = number, tmp_path / f"{number}.gguf"
+        writer = gguf.GGUFWriter(path, "llama4")
+        metadata(writer, config)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        read = read_model_config(path)
+        assert (read.max_position_embeddings, read.qk_norm, read.unrotated_layers) == (8191, number == 16, (3,))
 
 
 def test_files_of_phi_2_may_have_q_k_and_v_in_one_matrix(tmp_path: Path) -> None:
