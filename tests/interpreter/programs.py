@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from tests.interpreter.recipes import Recorder
 
 #: Programs at once: more would leave the CPU's cache.
-MOST = 64
+MOST = 16
 #: How often programs that run together may part; after that each runs alone.
 _PARTINGS = 3
 

@@ -2,8 +2,8 @@
 attention kernels for some types and sizes of heads; prints their names. No device is needed. One kernel whose launch
 has a constant more or fewer fails here, and so does one that a device could not launch or that spills registers.
 
-usage: python -m tests.kernels.triton.compile_triton [every | PART/PARTS]; every: minutes long, all sizes together, and
-older devices too. PART/PARTS: only every PARTS-th kernel, from number PART on, but the names of all.
+usage: python -m tests.kernels.triton.compile_triton [every]; every: minutes long, all sizes together, and older devices
+too.
 """
 
 import re
@@ -74,8 +74,8 @@ OF_SAMPLES = sampling.draw_kernel, threshold_search.search_kernel
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
 MOST_SPILLED = 128
 
-#: Compiled without `every`: the types, a size that is no power of two, and the largest.
-SOME = ((torch.bfloat16, 256), (torch.float32, 80))
+#: Compiled without `every`: the types, the largest size, and a small one that is no power of two.
+SOME = ((torch.bfloat16, 256), (torch.float32, 20))
 
 #: Kernel, types of its arguments, constants.
 KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
@@ -255,7 +255,8 @@ PACKED: tuple[tuple[dict[str, str], tuple[int | None, ...]], ...] = (
 
 def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """The kernels of packed weights: for few rows or for as many as there may be, in turn; every: for both and all in
-    between, and in float32 too."""
+    between, and in float32 too. What unpacks them has the same code in it: of two types, one with each kind of scales.
+    """
     groups = "depth", "width", "num_groups"
     numbers = (*groups, "num_columns", "split_tiles", "first_column", "out_columns")
     for dtype in (HALF, FLOAT) if every else (HALF,):
@@ -281,6 +282,8 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     },
                     {},
                 )
+            if not every and turn not in (0, 3):
+                continue
             sizes = dict.fromkeys(("num_rows", *groups, "each"), "i32")
             yield (
                 packed_linear.unpack_kernel,
@@ -337,7 +340,7 @@ class Attention(NamedTuple):
 
 def each_size() -> Iterator[Attention]:
     """Each type with each size of heads; the rest in turn."""
-    heads = product((torch.bfloat16, torch.float32), (16, 64, 80, 128, 256))
+    heads = product((torch.bfloat16, torch.float32), (16, 20, 64, 80, 128, 256))
     for turn, head in enumerate(heads):
         group, block_size = (1, 3, 4, 8)[turn % 4], (16, 64, 32)[turn % 3]
         yield Attention(*head, group, block_size, window=100 * (turn % 2), direct=turn % 2 == 0)
@@ -401,11 +404,12 @@ def recurrences() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[st
             yield recurrence.close_kernel, ends, {**parts, "GATED": False}, {}
 
 
-def loras() -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-    """The kernels of adapters, for few tokens and for many."""
+def loras(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The kernels of adapters, for few tokens and for many in turn; every: for both."""
     work = {"tokens": INT, "adapters": INT, "addresses": LONG, "ranks": INT}
-    for dtype, depth in ((HALF, lora.DEPTH), (FLOAT, lora.FLOAT_DEPTH)):
-        for size in lora.TILE_TOKENS.values():
+    for turn, (dtype, depth) in enumerate(((FLOAT, lora.FLOAT_DEPTH), (HALF, lora.DEPTH))):
+        sizes_of_tiles = list(lora.TILE_TOKENS.values())
+        for size in sizes_of_tiles if every else sizes_of_tiles[turn : turn + 1]:
             sizes = {"SIZE": size, "BLOCK_R": lora.RANK_STEP}
             lower = {"x": dtype, **work, "out": FLOAT, "depth": "i32", "stride": "i32"}
             yield lora.lower_kernel, lower, {**sizes, "BLOCK_K": depth, "EVEN": size > 16}, {}
@@ -445,30 +449,12 @@ def build(
     return compiled.metadata.shared, int(found[1])
 
 
-class Turns:
-    """Which kernels this process compiles, by their order."""
-
-    def __init__(self, part: int = 0, parts: int = 1) -> None:
-        self._next, self._parts = -part, parts
-
-    def take(self) -> bool:
-        """Return whether the next kernel is this process's."""
-        self._next += 1
-        return (self._next - 1) % self._parts == 0
-
-
-TURNS = Turns()
-
-
 def main() -> None:
-    global TURNS
     every = sys.argv[1:] == ["every"]
-    if not every and sys.argv[1:]:
-        TURNS = Turns(*map(int, sys.argv[1].split("/")))
     for kernel, types, constants, options in (
         *((*kernel, {}) for kernel in KERNELS),
         *ropes(every=every),
-        *loras(),
+        *loras(every=every),
         *recurrences(),
         *packed(every=every),
         *quantizers(every=every),
@@ -477,11 +463,10 @@ def main() -> None:
         *STREAMS,
     ):
         print(kernel.__name__, flush=True)
-        if TURNS.take():
-            shared, spilled = build(kernel, types, constants, **options)
-            most = MOST_SPILLED if kernel is threshold_search.search_kernel else 0
-            assert shared <= SHARED[90], (kernel.__name__, shared)
-            assert spilled <= most, (kernel.__name__, spilled)
+        shared, spilled = build(kernel, types, constants, **options)
+        most = MOST_SPILLED if kernel is threshold_search.search_kernel else 0
+        assert shared <= SHARED[90], (kernel.__name__, shared)
+        assert spilled <= most, (kernel.__name__, spilled)
     sizes = [(size, 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
     for size in in_8_bits((16,)):  # the first kernel: what reads a cache in 8 bits is the same in all
         check(size, 90, first=1)
@@ -504,10 +489,9 @@ def check(
     """Compile the kernels of this size, or the first so many, and print their names. fits: shared memory has room."""
     for kernel, types, constants, options in islice(size.kernels(), first):
         print(kernel.__name__, flush=True)
-        if TURNS.take():
-            shared, spilled = build(kernel, types, constants, capability, **options)
-            assert shared <= SHARED[capability] or not fits, (kernel.__name__, size, capability, shared)
-            assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
+        shared, spilled = build(kernel, types, constants, capability, **options)
+        assert shared <= SHARED[capability] or not fits, (kernel.__name__, size, capability, shared)
+        assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import pytest
 import kernels.triton
 
 ROOT = Path(__file__).parents[3]
-PARTS = 2
 
 
 def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
@@ -19,6 +18,7 @@ def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
+        "TRITON_DISABLE_LINE_INFO": "1",  # a quarter of the time; the instructions are the same
         "TRITON_CACHE_DIR": str(folder),
         "PYTHONPATH": str(ROOT),
     }
@@ -30,15 +30,14 @@ def compiled(folder: Path, *arguments: str, seconds: int) -> set[str]:
 
 
 @pytest.mark.timeout(400)  # 40 s of CPU time
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_kernel_compiles_for_a_device(part: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_every_kernel_compiles_for_a_device(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What an earlier run compiled is not compiled again: Triton names the files of its cache by the kernel's sources,
-    the types, constants and options, and its own version. The parts run at the same time."""
+    the types, constants and options, and its own version."""
     cache = getattr(request.config, "cache", None)  # there is none with -p no:cacheprovider
     launched = set()
     for path in Path(kernels.triton.__path__[0]).rglob("*.py"):
         launched |= set(re.findall(r"(?m)^ +(\w+_kernel)\[", path.read_text()))
-    assert compiled(tmp_path if cache is None else cache.mkdir("triton"), f"{part}/{PARTS}", seconds=360) == launched
+    assert compiled(tmp_path if cache is None else cache.mkdir("triton"), seconds=360) == launched
 
 
 @pytest.mark.soak
