@@ -5,20 +5,24 @@ them. Numbers that are the same for all have no such axis. If programs take diff
 taken back, and those that take the same way begin again together.
 """
 
+import ctypes
 import inspect
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import triton.language as tl
-from triton._C.libtriton import interpreter as memory
 from triton.language import core
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from tests.interpreter.compiled import address, compiled
 from tests.interpreter.recipes import Recorder
+
+_MEMORY = Path(__file__).with_name("memory.c")
 
 #: Programs at once: more would leave the CPU's cache.
 MOST = 16
@@ -130,7 +134,7 @@ def _ternary_op(self: Any, lhs: Any, rhs: Any, other: Any, op: Callable[..., Arr
     return made(_fitting(output, kind), kind, varies)
 
 
-class Overwritten(list[tuple[Array, Array, Array]]):
+class Overwritten(list[tuple[Array, Array, Array | None]]):
     """Pointers, the numbers before, and whether each was stored; in the order of the stores."""
 
 
@@ -149,7 +153,7 @@ class Programs:
         except PartingError as parting:
             assert self.overwritten is not None
             for pointers, before, mask in reversed(self.overwritten):
-                memory.store(pointers, before, mask)
+                _move("store", pointers, mask, before)
             numbers = parting.numbers
         if numbers is None or partings == _PARTINGS:
             numbers = np.arange(count)
@@ -225,36 +229,48 @@ def _create_gather(self: Any, src: TensorHandle, indices: TensorHandle, axis: in
     return made(np.take_along_axis(source, places, axis=axis + varies), src.dtype.scalar, varies)
 
 
-def _same_shape(*handles: TensorHandle) -> tuple[list[Array], bool]:
-    arrays, varies = aligned(*handles)
-    if any(data.shape != arrays[0].shape for data in arrays):
-        arrays = list(np.broadcast_arrays(*arrays))
-    return arrays, varies
+def _move(name: str, pointers: Array, mask: Array | None, numbers: Array) -> None:
+    """Load numbers from pointers, or store them there; see memory.c. All are contiguous and of one shape."""
+    where = None if mask is None else address(mask)
+    count, size = ctypes.c_size_t(numbers.size), ctypes.c_size_t(numbers.itemsize)
+    getattr(compiled(_MEMORY), name)(address(pointers), where, address(numbers), count, size)
+
+
+def _same_shape(*handles: TensorHandle | None) -> tuple[list[Any], bool]:
+    """Return contiguous data of some handles, of the same shape."""
+    arrays, varies = aligned(*(each for each in handles if each is not None))
+    shape = arrays[0].shape
+    if any(data.shape != shape for data in arrays):
+        shape = np.broadcast_shapes(*(data.shape for data in arrays))
+        arrays = [np.broadcast_to(data, shape) for data in arrays]
+    found = iter(arrays)
+    return [None if each is None else np.ascontiguousarray(next(found)) for each in handles], varies
 
 
 def _create_masked_load(self: Any, ptrs: Any, mask: Any, other: Any, policy: Any, is_volatile: bool) -> TensorHandle:
     kind = ptrs.get_element_ty()
-    np_kind = numpy_type(kind)
-    (pointers, chosen, *rest), varies = _same_shape(ptrs, mask, *(() if other is None else (other,)))
-    given = rest[0] if rest else np.zeros(pointers.shape, np_kind)
-    return made(memory.load(pointers, chosen, given, np_kind), kind, varies)
+    (pointers, chosen, given), varies = _same_shape(ptrs, mask, other)
+    numbers = np.zeros(pointers.shape, numpy_type(kind)) if given is None else given.astype(numpy_type(kind))
+    _move("load", pointers, chosen, numbers)
+    return made(numbers, kind, varies)
 
 
 def _create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> None:
-    (pointers, given, chosen), _ = _same_shape(ptrs, value, mask)
+    (pointers, numbers, chosen), _ = _same_shape(ptrs, value, mask)
+    assert numbers.dtype == numpy_type(ptrs.get_element_ty())
     if _PROGRAMS.overwritten is not None:
-        before = memory.load(pointers, chosen, np.zeros_like(given), given.dtype)
+        before = np.zeros_like(numbers)
+        _move("load", pointers, chosen, before)
         _PROGRAMS.overwritten.append((pointers, before, chosen))
-    memory.store(pointers, given, chosen)
+    _move("store", pointers, chosen, numbers)
 
 
 def _create_load(self: Any, ptr: TensorHandle, policy: Any, is_volatile: bool) -> TensorHandle:
-    mask = made(np.ones(ptr.data.shape, np.bool_), tl.int1, ptr.varies)
-    return _create_masked_load(self, ptr, mask, None, policy, is_volatile)
+    return _create_masked_load(self, ptr, None, None, policy, is_volatile)
 
 
 def _create_store(self: Any, ptr: TensorHandle, val: TensorHandle, policy: Any) -> None:
-    _create_masked_store(self, ptr, val, made(np.ones(ptr.data.shape, np.bool_), tl.int1, ptr.varies), policy)
+    _create_masked_store(self, ptr, val, None, policy)
 
 
 def _number(self: Any) -> Any:

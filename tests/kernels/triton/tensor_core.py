@@ -3,10 +3,6 @@ tensor_core.c. They take the place of the interpreter's own: its sums depend on 
 bfloat16 are wrong."""
 
 import ctypes
-import os
-import subprocess
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +11,7 @@ import numpy.typing as npt
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.interpreter.compiled import address, compiled
 from tests.interpreter.programs import aligned, elementwise, made
 
 _SOURCE = Path(__file__).with_name("tensor_core.c")
@@ -35,27 +32,6 @@ HOPPER_FP8, ADA_FP8, BLACKWELL_FP8 = Core(32, 13, 13), Core(16, 13, 13), Core(32
 _KINDS = {np.dtype(np.float16): 0, np.dtype(np.uint16): 1, np.dtype(np.uint8): 2}
 
 
-@cache
-def _library() -> ctypes.CDLL:
-    """Built once in each process; a program for this CPU alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "tensor_core.so"
-        command = [
-            *os.environ.get("CC", "cc").split(),
-            "-O3",
-            "-march=native",
-            "-ffp-contract=off",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-        ]
-        subprocess.run([*command, "-fPIC", "-shared", "-o", target, _SOURCE, "-lm"], check=True, timeout=100)
-        return ctypes.CDLL(str(target))
-
-
-def _pointer(array: npt.NDArray[Any]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 def product(
     a: npt.NDArray[Any], b: npt.NDArray[Any], sums: npt.NDArray[np.float32], core: Core | None = None
 ) -> npt.NDArray[np.float32]:
@@ -72,14 +48,14 @@ def product(
     assert sums.shape[-2:] == (sizes[0], sizes[2])
     assert len(counts) <= 1
     out = np.empty((*counts, sizes[0], sizes[2]), np.float32)
-    pointers = [_pointer(each) for each in (*given, out)]
+    pointers = [address(each) for each in (*given, out)]
     steps = [each[0].size if each.ndim == 3 else 0 for each in given]
     places = [*sizes, *(counts or {1}), *map(ctypes.c_size_t, steps)]
     if kind is None:
         assert a.dtype == np.float32, a.dtype
-        _library().chains(*pointers, *places)
+        compiled(_SOURCE).chains(*pointers, *places)
     else:
-        _library().tensor_cores(*pointers, *places, kind, *(core or HOPPER))
+        compiled(_SOURCE).tensor_cores(*pointers, *places, kind, *(core or HOPPER))
     return out
 
 
@@ -95,7 +71,7 @@ def multiply_add(
     """a * b + c, rounded once."""
     arrays = [np.ascontiguousarray(each, np.float32) for each in np.broadcast_arrays(a, b, c)]
     out = np.empty_like(arrays[0])
-    _library().multiply_add(*map(_pointer, (*arrays, out)), out.size)
+    compiled(_SOURCE).multiply_add(*map(address, (*arrays, out)), out.size)
     return out
 
 
