@@ -263,9 +263,14 @@ def plan_fields(plan: SchedulerOutput) -> list[Any]:
 
 
 def decided_fields(plan: SchedulerOutput) -> list[Any]:
-    """Return plan_fields() without what follows from the others: captures of engines that did not say it replay."""
+    """Return plan_fields() without what follows from the others, or from a feature's content.
+
+    Captures of engines that did not say it replay.
+    """
     fields = plan_fields(plan)
     fields[_COMMON] = 0
+    if plan.features:
+        fields[_FEATURES] = [(row, list(map(_without_grid, uses))) for row, uses in plan.features]
     return fields
 
 
@@ -273,8 +278,8 @@ def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack. Equal plans give equal bytes.
 
     Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
-    drafts, copies, pooling, adapters, features and what they are (whole, encoded), copied states, blocks of further
-    kinds of layers, saved states, common blocks, encoder inputs and their parts, and newer sampling parameters.
+    drafts, copies, pooling, adapters, features and what they are (whole, encoded, grids), copied states, blocks of
+    further kinds of layers, saved states, common blocks, encoder inputs and their parts, and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]
@@ -302,8 +307,14 @@ def _new_row_fields(new: NewRow) -> list[Any]:
     return fields
 
 
+def _without_grid(use: FeatureUse) -> FeatureUse:
+    return msgspec.structs.replace(use, num_columns=0)
+
+
 def _use_fields(use: FeatureUse) -> tuple[int | bytes, ...]:
     fields = use.position, use.num_rows, use.digest
+    if use.num_columns:
+        return (*fields, use.is_whole, use.is_encoded, use.num_columns)
     if use.is_encoded:
         return (*fields, use.is_whole, use.is_encoded)
     return (*fields, use.is_whole) if use.is_whole else fields

@@ -31,6 +31,7 @@ from core.runner.device_blocks import shared_device_blocks
 from core.runner.device_features import AXES
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
+from core.runner.feature_rows import EncoderShape, KeptFeatures
 from core.runner.head_drafter import HeadDrafter, with_head
 from core.runner.hosted_model import HostedModel
 from core.runner.mixed_graphs import most_work
@@ -87,6 +88,14 @@ class CudaExecutor:
             each = adapter_bytes(self._adapted.product_shapes, config.max_lora_rank, model.dtype)
             self.memory.kept_bytes = config.max_loras * each
         self.features = model_features(config, self._loaded, self._drafting)
+        self._kept_features: KeptFeatures | None = self.features
+
+    def take_features(self, features: KeptFeatures) -> EncoderShape | None:
+        """Read features that another process makes; see LocalExecutor."""
+        self.features, self._kept_features = None, features
+        source = self._loaded.source.without_encoder()
+        self._loaded = self._loaded._replace(source=source)
+        return source.vision
 
     def _load_draft_model(self, config: EngineConfig) -> HostedModel | DraftHead | None:
         model = load_drafting_model(config, self._loaded)
@@ -121,7 +130,7 @@ class CudaExecutor:
                 most_alone=most_alone(config),
                 shares_blocks=not config.disable_cascade_attn,
                 adapters=self.adapters,
-                features=self.features,
+                features=self._kept_features,
                 pooler=self._loaded.source.pooler,
                 drafter=self._make_drafter(config, sizes),
                 states=self._make_states(config),
@@ -250,7 +259,7 @@ class CudaMemory:
         encoder: ImageEncoder | None = None,
     ) -> None:
         """operations: the model's. config: sizes that it does not give are chosen. encoder: of images; None = none."""
-        self._encoder, self._is_causal = encoder, model.config.is_causal
+        self._encoder_width, self._is_causal = None if encoder is None else encoder.width, model.config.is_causal
         self._most_whole = 0 if encoder is None or not encoder.sees_whole else encoder.num_rows
         if not self._is_causal:  # as in resolve()
             config = msgspec.structs.replace(config, enable_chunked_prefill=False)
@@ -390,7 +399,7 @@ class CudaMemory:
         work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits, lasts=lasts)
         kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        turned = None if self._encoder is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
+        turned = None if self._encoder_width is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
         inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)), turned=turned)
         hidden = model.hidden_states(inputs)
         hidden.clone()  # graphs have their results in common
@@ -414,9 +423,9 @@ class CudaMemory:
 
     def _given(self, num_tokens: int) -> GivenRows | None:
         """Return embeddings of all tokens of a trial step, as of images; None: the model sees none."""
-        if self._encoder is None:
+        if self._encoder_width is None:
             return None
-        rows = torch.zeros(num_tokens, self._encoder.width, device=self._device)
+        rows = torch.zeros(num_tokens, self._encoder_width, device=self._device)
         return GivenRows(torch.arange(num_tokens, device=self._device), rows)
 
     def _no_states(self, num_tokens: torch.Tensor, *, saves: bool = False) -> DeviceStates | None:

@@ -12,11 +12,12 @@ from core.execution.executor import WARM_UP_TOKENS, Costs, FinishedStep, StepCos
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_states
+from core.executors.features import features_for
 from core.executors.load import Head, Loaded, load, load_drafting_model, load_new_weights
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
 from core.features.store import Features
 from core.grammars.grammars import model_grammars
-from core.model_files.loading import why_not_updated
+from core.model_files.loading import EncoderFacts, why_not_updated
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.models.assistant import Assistant
@@ -32,6 +33,7 @@ from core.models.parts.stage import Stage
 from core.runner.assistant_drafter import AssistantDrafter
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
+from core.runner.feature_rows import EncoderShape, KeptFeatures
 from core.runner.head_drafter import HeadDrafter, with_head
 from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
@@ -88,7 +90,18 @@ class LocalExecutor:
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
         self.features = model_features(config, self._loaded, self._drafting)
+        self._kept_features: KeptFeatures | None = self.features
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+
+    def take_features(self, features: KeptFeatures) -> EncoderShape | None:
+        """Read features that another process makes, before initialize_cache(); the encoder's weights are freed.
+
+        Return what is still known of the encoder; None: the model has none.
+        """
+        self.features, self._kept_features = None, features
+        self._first = self._loaded.source.without_encoder()
+        self._loaded = self._loaded._replace(source=self._first)
+        return self._first.vision
 
     def _load_drafting(self, config: EngineConfig) -> Model | Head | None:
         """Return what makes drafts in this process; None: nothing does."""
@@ -115,7 +128,7 @@ class LocalExecutor:
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
-            others: dict[str, Any] = {"adapters": self.adapters, "features": self.features}
+            others: dict[str, Any] = {"adapters": self.adapters, "features": self._kept_features}
             others["states"] = self._make_states(config)
             others["num_page_blocks"] = config.kv_page_blocks
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
@@ -310,18 +323,9 @@ def model_features(config: EngineConfig, loaded: Loaded, drafting: Model | Head 
 
     drafting: what makes drafts. An assistant reads sampled tokens only.
     """
-    model = loaded.model
+    model, encoder = loaded.model, loaded.source.vision
     if not isinstance(model, Llama) or not model.reads_features or loaded.source.pooler is not None:
         return None
-    settings = config.speculative_config
-    refusal = ""
-    if settings is not None and drafting is not None and not isinstance(drafting, Assistant):
-        refusal = (
-            f"this engine drafts with a model (speculative_config: {settings.method}) that does not read features "
-            "(prompt_embeds, images): use method ngram or suffix"
-        )
-    most = config.limit_mm_per_prompt.get("image")
-    takes_rows = model.config.per_layer is None
-    if not takes_rows and loaded.source.vision is None:
-        return None
-    return Features(model.config.hidden_size, loaded.source.vision, refusal, max_images=most, takes_rows=takes_rows)
+    assert not isinstance(encoder, EncoderFacts), "an encoder without its weights"
+    drafts = drafting is not None and not isinstance(drafting, Assistant)
+    return features_for(config, model.config, encoder, drafts=drafts)

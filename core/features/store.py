@@ -379,6 +379,11 @@ class Features:
                 self._encoded[digest] = rows
             del self._runs[digest]
 
+    def is_encoded(self, digest: bytes) -> bool:
+        """Return whether the rows of an image are kept."""
+        with self._lock:
+            return digest in self._encoded
+
     def _rows_of_image(self, digest: bytes) -> Floats:
         encoder, pixels = self._image(digest)
         self.num_encoded += 1

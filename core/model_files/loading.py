@@ -61,6 +61,15 @@ _GPU_FORMS = {
 }
 
 
+class EncoderFacts(NamedTuple):
+    """What is known of a model's vision encoder in a process that does not run it."""
+
+    variant: str
+    num_rows: int
+    width: int
+    sees_whole: bool
+
+
 class LoadedModel(NamedTuple):
     """A model with its weights, and their identity."""
 
@@ -70,7 +79,13 @@ class LoadedModel(NamedTuple):
     pooler: Pooler | None = None  # for a model that pools and therefore generates no tokens
     encoder: EncoderParts | None = None  # for an encoder
     sees_all: bool = False  # tokens see the whole prompt, in an encoder or another model
-    vision: VisionEncoder | GridEncoder | PooledEncoder | None = None  # for a model with images
+    vision: VisionEncoder | GridEncoder | PooledEncoder | EncoderFacts | None = None  # for a model with images
+
+    def without_encoder(self) -> "LoadedModel":
+        """Return the same without the weights of the encoder, which another process runs."""
+        if (vision := self.vision) is None:
+            return self
+        return self._replace(vision=EncoderFacts(vision.variant, vision.num_rows, vision.width, vision.sees_whole))
 
 
 def load_model(
@@ -98,8 +113,8 @@ def load_model(
         has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
         vision, sees_all = None, not model_config.is_causal
-        if native.library is not None:
-            vision = _vision(projector or path, model_config, dtype, config, native, native.library)
+        if native.library is not None and native.reads_features:
+            vision = _vision(projector or path, model_config, dtype, config, native.library)
         _return_free_memory()
         if cache is not None:
             cache.keep()
@@ -205,7 +220,7 @@ def _load_for_gpu(
     pooler = read_pooler(config, path, model, model_config) if pools(config, path, model_config) else None
     vision, sees_all = None, not model_config.is_causal
     if model_config.vision is not None and model.reads_features and (library := start_cpu_kernels(config)) is not None:
-        vision = _vision(projector or path, model_config, dtype, config, model, library)
+        vision = _vision(projector or path, model_config, dtype, config, library)
     identity = weights.fingerprint if vision is None else _with_projector(weights.fingerprint, projector)
     return LoadedModel(model, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
 
@@ -341,14 +356,21 @@ def _stats(path: Path) -> list[os.stat_result]:
     return [file.stat() for file in ([path] if path.suffix == ".gguf" else weight_files(path))]
 
 
-def _vision(
-    source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama, library: CpuLibrary
-) -> VisionEncoder | GridEncoder | PooledEncoder | None:
-    """Return the model's vision encoder, or None if it has none or its text model does not read features.
+def load_vision(path: Path, dtype: Dtype, config: EngineConfig) -> VisionEncoder | GridEncoder | PooledEncoder | None:
+    """Load the vision encoder of a model that others compute, on this CPU; None: it has none.
 
-    source: see open_vision().
+    Errors: those of load_model().
     """
-    if model.vision is None or not native.reads_features:
+    model, projector = read_model_config(path, config.mmproj), projector_of(path, config.mmproj)
+    library = start_cpu_kernels(config)
+    return None if library is None else _vision(projector or path, model, dtype, config, library)
+
+
+def _vision(
+    source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, library: CpuLibrary
+) -> VisionEncoder | GridEncoder | PooledEncoder | None:
+    """Return the model's vision encoder, or None if it has none. source: see open_vision()."""
+    if model.vision is None:
         return None
     is_made_up = config.load_format == "dummy"
     parts, width = model.vision, model.hidden_size

@@ -114,7 +114,7 @@ class Llama:
         CpuOperations. operations: replace those that the other arguments would select. Errors: ModelFileError naming
         missing tensors.
         """
-        whole, self.config, self._is_alone, self.state_size_of_model = config, config, rank is None, config.state_size
+        whole, self.config, self.state_size_of_model = config, config, config.state_size
         if rank is not None:
             self.config = config = rank.shard.config(whole)
         self.vocab_size = config.vocab_size
@@ -247,13 +247,13 @@ class Llama:
 
     @property
     def reads_features(self) -> bool:
-        """Whether ModelInputs.given may be set: the C decoder and a device read it, if one process computes the model.
+        """Whether ModelInputs.given may be set: the C decoder and a device read it.
 
         Rows for positions are not added to given embeddings. Of inputs of single layers, an image's tokens have what
         follows from their embeddings, and of the table the rows of one token.
         """
         reads = self.decoder is not None or isinstance(self.operations, GivingOperations)
-        return reads and self._is_alone and not self.config.position_table
+        return reads and not self.config.position_table
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers.

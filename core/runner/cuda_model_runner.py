@@ -10,7 +10,6 @@ import torch
 from core.adapters.store import Adapters
 from core.execution.executor import Costs
 from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
-from core.features.store import Features
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.models.operations.token_adapters import TokenAdapters
@@ -32,7 +31,7 @@ from core.runner.device_features import DeviceFeatures, FeatureBuffers, SentFeat
 from core.runner.device_states import DeviceRowStates, PendingStates
 from core.runner.device_tables import DeviceLogits, DeviceTables, normalize_on_device
 from core.runner.drafter import Drafter, RanStep, StepStates
-from core.runner.feature_rows import StepTokens
+from core.runner.feature_rows import KeptFeatures, StepTokens
 from core.runner.graph_pool import GraphPool
 from core.runner.host_rows import HostRows
 from core.runner.mixed_graphs import MixedGraphs
@@ -102,7 +101,7 @@ class CudaModelRunner(ModelRunner):
         grammars: Grammars | None = None,
         shares_blocks: bool = True,
         adapters: Adapters | None = None,
-        features: Features | None = None,
+        features: KeptFeatures | None = None,
         pooler: Pooler | None = None,
         drafter: Drafter | None = None,
         states: RowStates | None = None,

@@ -4,16 +4,47 @@ They give the embeddings for tokens that have ids below 0, and the positions of 
 form grids: a function of the prompt's text and the sizes of its images alone.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
-from core.features.store import Features, ImageEncoder
 from core.runner.step_inputs import StepInputs
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from ipc.wire.feature_messages import FeatureUse
+
+
+class EncoderShape(Protocol):
+    """What a process knows of an encoder of images that may run in another one."""
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of a row of embeddings."""
+
+    @property
+    def sees_whole(self) -> bool:
+        """Return whether tokens of an image see its later ones."""
+
+
+class KeptFeatures(Protocol):
+    """The embeddings of features, by digest: core.features.store.Features, or what a worker has received."""
+
+    @property
+    def encoder(self) -> EncoderShape | None:
+        """Return what encodes images; None: nothing does."""
+
+    def encode(self, digest: bytes) -> None:
+        """Make the embeddings of an image."""
+
+    def encode_part(self, digest: bytes, part: int) -> None:
+        """Make the embeddings of a large image up to the end of this part, counted from 1."""
+
+    def drop(self, digests: Iterable[bytes]) -> None:
+        """Forget the embeddings of images, if they are there."""
+
+    def find(self, digest: bytes) -> Floats:
+        """Return the embeddings [rows, width] float32 of a feature that a live request uses."""
 
 
 class StepTokens(NamedTuple):
@@ -43,14 +74,14 @@ class StepFeatures(NamedTuple):
 class FeatureRows:
     """The features of rows that have any. features: None = no request can have one."""
 
-    def __init__(self, features: Features | None) -> None:
+    def __init__(self, features: KeptFeatures | None) -> None:
         self._features = features
         # of rows that have any; empty in most steps, so they cost nothing
         self.of_row: dict[int, list[FeatureUse]] = {}
         self.grids: dict[int, list[FeatureUse]] = {}  # those of them whose rows form grids
 
     @property
-    def encoder(self) -> ImageEncoder | None:
+    def encoder(self) -> EncoderShape | None:
         """Return what encodes images; None: no request has any."""
         return None if self._features is None else self._features.encoder
 
@@ -65,6 +96,15 @@ class FeatureRows:
         """Handle a row that has left, if it has features."""
         self.of_row.pop(row, None)
         self.grids.pop(row, None)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Handle the rows of a plan that leave and start, and the images whose embeddings it drops and makes."""
+        for row in plan.removed_rows.tolist():
+            self.remove(row)
+        for row, uses in plan.features:
+            self.add(row, uses)
+        if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs or plan.image_parts:
+            self.encode(plan)
 
     def encode(self, plan: SchedulerOutput) -> None:
         """Drop and make the embeddings of images, as the plan says. The plan's rows have been added."""

@@ -17,7 +17,6 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.execution.runner_table import RunnerTable
-from core.features.store import Features
 from core.grammars.grammars import Grammars
 from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
@@ -27,7 +26,7 @@ from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
 from core.runner.drafter import Drafter, RanStep, StepStates, merged
-from core.runner.feature_rows import FeatureRows
+from core.runner.feature_rows import FeatureRows, KeptFeatures
 from core.runner.preemption_costs import FIRST_TOKENS, NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
@@ -63,7 +62,7 @@ class ModelRunner:
         drafter: Drafter | None = None,
         pooler: Pooler | None = None,
         adapters: Adapters | None = None,
-        features: Features | None = None,
+        features: KeptFeatures | None = None,
         states: RowStates | None = None,
         num_page_blocks: int = 0,
     ) -> None:
@@ -308,15 +307,15 @@ class ModelRunner:
         for row in plan.removed_rows.tolist():
             self.sampling.remove(row)
             self.pooling.remove(row)
-            self._feature_rows.remove(row)
         for new in plan.added:
             self.sampling.add(new)
         for pooling in plan.added_pooling:
             self.pooling.add(pooling)
-        for row, uses in plan.features:
-            self._feature_rows.add(row, uses)
-        if plan.scheduled_encoder_inputs or plan.freed_encoder_inputs or plan.image_parts:
-            self._feature_rows.encode(plan)
+        self.apply_features(plan)
+
+    def apply_features(self, plan: SchedulerOutput) -> None:
+        """Apply what a plan says of features."""
+        self._feature_rows.apply(plan)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """Return the model's inputs for a plan that has already been applied to the table."""

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, assert_never
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, assert_never, runtime_checkable
 
 import msgspec
 
@@ -31,11 +31,13 @@ from core.execution.shared_blocks import BlockMemory, SharedBlocks, shared_block
 from core.executors.by_name import load_executor
 from core.model_files.progress import following
 from core.workers.messages import (
+    AddFeature,
     AddMatrix,
     Allocate,
     Answer,
     CountBlocks,
     DropAdapters,
+    DropFeatures,
     Failed,
     FindMemory,
     Load,
@@ -63,8 +65,10 @@ from ipc.options.config import EngineConfig
 from kernels.memory.shared_file import SharedArray, SharedFile
 
 if TYPE_CHECKING:
+    from core.runner.feature_rows import EncoderShape, KeptFeatures
     from core.workers.block_server import BlockServer
     from core.workers.sent_adapters import ReceivedAdapters
+    from core.workers.sent_features import ReceivedFeatures
 
 # Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory will hold the rank's weights.
 
@@ -164,6 +168,16 @@ def _describe(error: BaseException) -> Failed:
     return Failed("", traceback.format_exception_only(error)[-1].splitlines()[0])
 
 
+@runtime_checkable
+class TakesFeatures(Protocol):
+    """The further methods of an executor whose model reads features. features: None = it reads none."""
+
+    features: Any
+
+    def take_features(self, features: "KeptFeatures") -> "EncoderShape | None":
+        """Read features that another process makes, before initialize_cache(). Return what is known of its encoder."""
+
+
 class Worker:
     """The executor of one worker process, and its connection to the engine."""
 
@@ -206,7 +220,7 @@ class Worker:
                 log.use_format(config.log_format)
                 with following(lambda share: self._channel.send(encode_message(Progress(share)))):
                     self._executor = self._load(config, wires)
-                return Loaded(self._executor.info)
+                return Loaded(self._executor.info, self._take_features(self._executor))
             case Allocate(config):
                 with contextlib.nullcontext() if self._file is None else self._file.arrays():
                     self._ready.initialize_cache(config)
@@ -226,6 +240,12 @@ class Worker:
             case DropAdapters(digests):
                 self._received.drop(digests)
                 return None
+            case AddFeature():
+                self._given.add(question)
+                return None
+            case DropFeatures(digests):
+                self._given.forget(digests)
+                return None
             case ShareBlocks():
                 return self._places()
             case WarmUp():
@@ -241,6 +261,20 @@ class Worker:
         adapters = self._ready.adapters
         assert adapters is not None, "an adapter, but enable_lora is off"
         return ReceivedAdapters(adapters)
+
+    @cached_property
+    def _given(self) -> "ReceivedFeatures":
+        # Imported here because only a model that reads features needs it.
+        from core.workers.sent_features import ReceivedFeatures
+
+        return ReceivedFeatures()
+
+    def _take_features(self, executor: Executor) -> bool:
+        """Let an executor that reads features take those that the engine sends. Return whether it does."""
+        if not isinstance(executor, TakesFeatures) or executor.features is None:
+            return False
+        self._given.encoder = executor.take_features(self._given)
+        return True
 
     def _places(self) -> SharedPlaces:
         blocks, file = shared_blocks_of(self._ready), self._file

@@ -69,6 +69,8 @@ class Crew:
         self.num_taken = 0  # number of steps whose results were taken
         self._num_sent = 0  # number of plans
         self.adapters: set[str] = set()  # digests of those that the workers have
+        self.features: set[bytes] = set()  # likewise
+        self.reads_features = False  # whether each worker takes features; known after load()
         self._parts: Parts | None = None  # if the engine has a store of blocks
         self.blocks: SharedBlocks | None = None  # the workers', for that store, once they are allocated
         self.is_mourned = threading.Event()  # set when the core has been told about their end
@@ -125,7 +127,8 @@ class Crew:
 
         Errors: the workers'; EngineStartError if one has died; ConfigError if ranks would compute different bits.
         """
-        infos = [answer.info for answer in self._gather(Loaded)]
+        answers = self._gather(Loaded)
+        infos, self.reads_features = [one.info for one in answers], all(one.reads_features for one in answers)
         for ranks in self.by_stage(infos):
             if any(info.fingerprint != ranks[0].fingerprint for info in ranks):
                 raise ConfigError(

@@ -43,6 +43,8 @@ from ipc.options.workers import first_machine, in_one_process, num_machines
 
 if TYPE_CHECKING:
     from core.adapters.store import Adapters
+    from core.features.store import Features
+    from core.workers.sent_features import FeatureSender
 
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0
@@ -59,6 +61,8 @@ class WorkersExecutor:
     """
 
     adapters: "Adapters | None" = None
+    features: "Features | None" = None  # which the workers read
+    _feature_sender: "FeatureSender | None" = None
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = msgspec.structs.replace(in_one_process(config), lora_modules={})  # adapters are sent
@@ -90,10 +94,21 @@ class WorkersExecutor:
         try:
             self.info: ModelInfo = self._serving.load()
             self.adapters = _sent_adapters(config)
+            self._make_features(config)
         except BaseException:
             self.close()
             raise
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
+
+    def _make_features(self, config: EngineConfig) -> None:
+        """Make the features that the workers read, if they do."""
+        if not self._serving.reads_features:
+            return
+        # Imported here because only models with images or given embeddings need it, and it takes time.
+        from core.workers.sent_features import FeatureSender, sent_features
+
+        self.features = sent_features(config, self.info.dtype)
+        self._feature_sender = None if self.features is None else FeatureSender(self.features)
 
     # --- the engine thread ---
 
@@ -143,6 +158,9 @@ class WorkersExecutor:
         num_tokens = plan.num_tokens
         if self.adapters is not None:
             self._send_adapters(self.adapters, plan)
+        if self._feature_sender is not None:
+            for message in self._feature_sender.messages(plan, self._serving.features):
+                self._serving.tell(message)
         self._serving.running.append((time.monotonic(), num_tokens))
         self._serving.run(encode_plan(plan))
         return _Step(self, self._serving, plan.step, len(plan.rows))
@@ -193,6 +211,8 @@ class WorkersExecutor:
         before, self._serving = self._serving, self._restored.popleft()
         if self.shared_blocks is not None and (blocks := self._serving.blocks) is not None:
             replace_parts(self.shared_blocks, blocks)
+        if self._feature_sender is not None:
+            self._feature_sender.forget()
         before.end()
 
     @property

@@ -2,7 +2,7 @@
 
 An engine asks, and a worker answers in the same order. Only Run may be sent before the previous one is answered. Each
 worker gets every message and answers it, except that only one worker answers Run: the first rank of the last stage.
-AddMatrix and DropAdapters have no answer; what they do is done before the next Run.
+AddMatrix, DropAdapters, AddFeature and DropFeatures have no answer; what they do is done before the next Run.
 """
 
 from typing import TypeAlias
@@ -97,10 +97,25 @@ class DropAdapters(msgspec.Struct, frozen=True, array_like=True, tag=22):
     digests: list[str]
 
 
+class AddFeature(msgspec.Struct, frozen=True, array_like=True, tag=23, gc=False):
+    """The rows of a feature that rows of later plans have. rows: float32 [rows, width]."""
+
+    digest: bytes
+    width: int
+    rows: bytes
+
+
+class DropFeatures(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """Forget features."""
+
+    digests: list[bytes]
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The facts about the model."""
+    """The facts about the model. reads_features: whether this worker takes features."""
 
     info: ModelInfo
+    reads_features: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=12):
@@ -165,6 +180,8 @@ Question: TypeAlias = (
     | ShareBlocks
     | AddMatrix
     | DropAdapters
+    | AddFeature
+    | DropFeatures
 )
 Answer: TypeAlias = Loaded | Progress | Number | Measured | MeasuredSteps | Result | Failed | SharedPlaces
 

@@ -228,6 +228,28 @@ def test_states_of_ranks_that_share_no_memory_are_those_of_one(name: str, librar
         assert at_once(ranks, lambda rank: last_states(build(library, config, FLOAT32, rank), config)) == [expected] * 2
 
 
+@pytest.mark.parametrize("deep", [0, 2])
+@pytest.mark.parametrize("name", ["llama", "shared keys and values"])
+def test_given_embeddings_among_tokens_of_all_ranks(name: str, deep: int, library: CpuLibrary) -> None:
+    config, count = MODELS[name], 40
+    rows = np.random.default_rng(4).standard_normal((9, (1 + deep) * config.hidden_size), np.float32)
+    ids = np.arange(count) * 13 % config.vocab_size
+    ids[[*range(3, 8), *range(20, 24)]] = -1 - np.arange(9)
+
+    def run(rank: Rank | None) -> str:
+        model = build(library, config, FLOAT32, rank)
+        assert model.reads_features
+        cache, positions = model.allocate_cache(5, BLOCK), np.arange(count)
+        work = model.attention_metadata(
+            np.array([count]), np.array([count]), np.arange(1, 4, dtype=np.int32)[None], cache
+        )
+        inputs = ModelInputs(ids, positions, positions + BLOCK, work, cache, np.array([5, count - 1]), given=rows)
+        result = model.forward(inputs)
+        return hashlib.sha256(result.logits.tobytes() + result.hidden_of(positions).tobytes()).hexdigest()
+
+    assert in_group(2, run) == [run(None)] * 2
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_meet_between_batches_of_rows_of_experts(size: int, library: CpuLibrary) -> None:
     config, count = MODELS["experts and delta"], 1200  # more than two batches of 512

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.execution.plan import SchedulerOutput, encode_plan
+from core.execution.encoding import decode_plan
+from core.execution.plan import SchedulerOutput, decided_fields, encode_fields, encode_plan
 from core.scheduling.decisions import Verdict
 from core.scheduling.explain import explain
 from ipc.options.resolved import ResolvedConfig
@@ -202,6 +203,17 @@ def test_plans_of_texts_are_encoded_as_before() -> None:
     freed = msgspec.structs.replace(plan, freed_encoder_inputs=[b"a"])
     assert encode_plan(plan) != encode_plan(freed)
     assert not machine.scheduler.cuts
+
+
+def test_executors_learn_of_grids_and_decisions_do_not_depend_on_them() -> None:
+    machine = hand()
+    machine.add(asks(1, 12, {2: 1}))
+    plan = machine.schedule()
+    ((row, (use,)),) = plan.features
+    in_grid = msgspec.structs.replace(use, num_columns=2)
+    of_grid = msgspec.structs.replace(plan, features=[(row, [in_grid])])
+    assert decode_plan(encode_plan(of_grid)).features == [(row, [in_grid])]
+    assert encode_fields(decided_fields(of_grid)) == encode_fields(decided_fields(plan)) == encode_plan(plan)
 
 
 # The gold model.

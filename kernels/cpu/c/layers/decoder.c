@@ -38,6 +38,14 @@ static void gather(const Share *share, void *y, const Place *place, int y_dtype)
         go_on_by_rows(share);
 }
 
+/* Return whether a token of the step has an embedding of the table's. */
+static int has_words(const DecoderStep *step) {
+    if (!step->given) return 1;
+    for (int64_t i = 0; i < step->num_tokens; i++)
+        if (step->token_ids[i] >= 0) return 1;
+    return 0;
+}
+
 static void embed(const Share *share) {
     const Decoder *decoder = share->decoder;
     const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
@@ -45,7 +53,7 @@ static void embed(const Share *share) {
                             decoder->embedding_scale, decoder->embeddings_packing,
                             decoder->kinds, decoder->places, share->step->positions, decoder->num_words,
                             share->step->given};
-    if (decoder->group && !args.given) /* each rank has all given embeddings */
+    if (decoder->group && has_words(share->step)) /* each rank has all given embeddings */
         embed_in_group(share, args);
     else
         embedding_part(&args, share->thread, share->num_threads);

@@ -82,6 +82,9 @@ void embed_in_group(const Share *share, Embedding args) {
     } else {
         wait_for_group(share);
     }
-    memcpy(step->hidden + begin * args.width, step->embedded + begin * args.width,
-           (end - begin) * args.width * sizeof(float));
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t id = step->token_ids[row];
+        const float *from = id < 0 ? step->given + (-1 - id) * args.width : step->embedded + row * args.width;
+        memcpy(step->hidden + row * args.width, from, args.width * sizeof(float));
+    }
 }

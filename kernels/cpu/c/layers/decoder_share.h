@@ -67,7 +67,7 @@ INLINE char *attended_of(const Share *share) {
 /* Take what all ranks have of the layer's attention: into attended_of(). from: what this rank has. */
 void gather_attended(const Share *share, const void *from);
 
-/* Embed the tokens that this rank has; then take all tokens' embeddings. */
+/* Embed the tokens that this rank has; then take all tokens' embeddings. Some may be given: each rank has these. */
 void embed_in_group(const Share *share, Embedding args);
 
 #endif

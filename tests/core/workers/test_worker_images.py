@@ -1,0 +1,99 @@
+"""Images and given embeddings of engines with workers: the engine encodes, all ranks read, and no bit changes."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_core import LLM, SamplingParams
+from tests.core.models import gemma3_checkpoint, gemma4_images_checkpoint, grid_checkpoints, idefics3_checkpoint
+from tests.core.models.idefics3_checkpoint import noise
+from tests.core.workers.test_worker_tiers import children_of
+
+pytest.importorskip("PIL.Image")
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]  # of transformers and what it imports
+
+_QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
+#: Writes a checkpoint, and the mark of an image. Tokens with three positions and hidden states that images add to after
+#: several layers; tokens of an image that see later ones of it, in layers with a window only; images of one size.
+MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "qwen3-vl": (partial(grid_checkpoints.write_checkpoint, "qwen3-vl"), _QWEN),
+    "gemma4": (partial(gemma4_images_checkpoint.write_checkpoint, "e4b"), "<|image|>"),
+    "gemma3": (gemma3_checkpoint.write_checkpoint, "<start_of_image>"),
+    "idefics3": (idefics3_checkpoint.write_checkpoint, "<image>"),
+}
+IMAGES = [noise(100, 150, 1), noise(48, 48, 2), noise(90, 60, 3)]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 600, "max_num_seqs": 3}
+OPTIONS |= {"max_num_batched_tokens": 300, "kv_cache_memory_bytes": 1 << 22}
+PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=12, ignore_eos=True, logprobs=2) for t in (0.0, 0.8, 0.0)]
+
+
+def answers(llm: LLM, mark: str) -> list[Any]:
+    """Two prompts have images, of which one is in both, and one has none."""
+    shown = [IMAGES[:2], IMAGES[1:]]
+    prompts: list[Any] = [
+        {"prompt": f"See {mark} and {mark}.", "multi_modal_data": {"image": images}} for images in shown
+    ]
+    outputs = llm.generate([*prompts, "Why is it so?"], PARAMS, use_tqdm=False)
+    return [
+        [[(token, each.logprob) for token, each in place.items()] for place in output.outputs[0].logprobs or ()]
+        for output in outputs
+    ]
+
+
+def check(folder: str, mark: str, killed: bool, alone: dict[str, Any], **options: Any) -> None:
+    with LLM(folder, **OPTIONS, **alone) as llm:
+        expected, fingerprint = answers(llm, mark), llm.client.welcome.model_fingerprint
+    assert len({str(each) for each in expected}) == 3
+    with LLM(folder, **OPTIONS, **alone, **options) as llm:
+        assert llm.client.welcome.model_fingerprint == fingerprint
+        assert answers(llm, mark) == expected
+        if killed:
+            llm.reset_prefix_cache()
+            os.kill(children_of(llm.client.welcome.pid)[-1], signal.SIGKILL)
+            assert answers(llm, mark) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("qwen3-vl", {"tensor_parallel_size": 2}),
+        pytest.param("qwen3-vl", {"distributed_executor_backend": "mp"}, marks=pytest.mark.soak),
+        *(
+            pytest.param(name, {"tensor_parallel_size": size}, marks=pytest.mark.soak)
+            for name in MODELS
+            for size in (2, 3)
+        ),
+    ],
+    ids=str,
+)
+def test_every_bit_is_that_of_one_process(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    write, mark = MODELS[name]
+    check(str(write(tmp_path)), mark, killed=True, alone={}, **options)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # the interpreter in an engine's process is not quickened
+def test_every_bit_is_that_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    write, mark = MODELS["qwen3-vl"]
+    alone = {"device": "cuda", "num_blocks_override": 100}
+    check(str(write(tmp_path)), mark, killed=False, alone=alone, tensor_parallel_size=2)
+
+
+@pytest.mark.soak
+def test_given_embeddings_reach_all_ranks(tmp_path: Path) -> None:
+    folder = str(MODELS["idefics3"][0](tmp_path))
+    rows = np.random.default_rng(1).standard_normal((20, 64), np.float32)
+
+    def ask(**options: Any) -> list[int]:
+        with LLM(folder, **OPTIONS, enable_prompt_embeds=True, **options) as llm:
+            (output,) = llm.generate([{"prompt_embeds": rows}], PARAMS[0], use_tqdm=False)
+            return list(output.outputs[0].token_ids)
+
+    assert ask(tensor_parallel_size=2) == ask()
