@@ -399,7 +399,9 @@ class CudaMemory:
         work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits, lasts=lasts)
         kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        turned = None if self._encoder_width is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
+        turned = (
+            None if self._encoder_width is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
+        )
         inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)), turned=turned)
         hidden = model.hidden_states(inputs)
         hidden.clone()  # graphs have their results in common

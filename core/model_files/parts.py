@@ -100,12 +100,8 @@ def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
     reasons = {
         "routed MLPs": model.experts is not None and is_on_device,
         "latent attention": model.latent is not None and is_on_device,
-        "a cap of its logits": model.logits_cap is not None and is_on_device,
         "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
-        "layers with other heads": model.full_heads is not None and (is_on_device or not _is_nested(model)),
-        "layers that share K and V": model.num_shared_layers > 0 and is_on_device,
-        "inputs of single layers": model.per_layer is not None and is_on_device,
-        "normalised values": model.value_norm and is_on_device,
+        "layers with other heads": model.full_heads is not None and not _is_nested(model),
         "a table of positions": model.position_table,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

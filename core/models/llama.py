@@ -195,7 +195,7 @@ class Llama:
     def gather(self, parts: GatheredParts) -> None:
         """Put the results of a rank's operations, which run one by one, together with those of the others."""
         assert self.head is not None, "a decoder has a head"
-        self.layers = [parts.layer(layer) for layer in self.layers]
+        self.layers = [parts.layer(layer, index) for index, layer in enumerate(self.layers)]
         self.embedding, self.head = parts.embedding(self.embedding), parts.head(self.head)
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:

@@ -68,9 +68,11 @@ class GatheredParts:
             return [one.columns(width).length for one in every]
 
         self._group, self._own_words = group, shard.columns(config.vocab_size)
-        self._attended = [one.heads(config).length * config.head_dim for one in every]
         self._hidden, self._words = widths(config.hidden_size), widths(config.vocab_size)
-        self._gated = widths(config.intermediate_size)
+        layers, heads = range(config.num_hidden_layers), [one.heads(config).length for one in every]
+        #: By layer: of attention, and of the MLP.
+        self._attended = [[count * config.heads_of(layer).head_dim for count in heads] for layer in layers]
+        self._gated = [widths(config.mlp_size(layer)) for layer in layers]
         #: Of recurrent layers: the widths of the ranks' columns of a turn, and how many turns a row of results has.
         self._recurred, self._num_turns = list[int](), 1
         if (recurrent := config.recurrent) is not None:
@@ -80,19 +82,19 @@ class GatheredParts:
         #: Of state spaces whose heads of all ranks have one norm; None: there are none.
         self._normed = recurrent.sizes if recurrent is not None and has_norm else None
 
-    def layer(self, layer: Layer) -> Layer:
-        """Return the layer with whole results."""
-        mixer, mlp = layer.mixer, layer.mlp
-        mixed, turns = (self._recurred, self._num_turns) if mixer.is_recurrent else (self._attended, 1)
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Return the layer with this index, with whole results."""
+        mixer, mlp, gated = layer.mixer, layer.mlp, self._gated[index]
+        mixed, turns = (self._recurred, self._num_turns) if mixer.is_recurrent else (self._attended[index], 1)
         if mixer.is_recurrent and self._normed is not None:
             assert isinstance(mixer.mix, SharesNorm), type(mixer.mix)
             mixer.mix.share_norm(partial(self._group.gather, widths=self._recurred), self._normed)
             mixed = []  # its results are whole
         mixer = replace(mixer, o=_GatheredProduct(mixer.o, self._group, mixed, self._hidden, turns))
         if isinstance(mlp, DenseMlp):
-            mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, self._gated, self._hidden))
+            mlp = replace(mlp, down=_GatheredProduct(mlp.down, self._group, gated, self._hidden))
         if isinstance(mlp, SparseMlp):  # whose gates count or not by those of all ranks
-            gate, up = (_GatheredProduct(one, self._group, (), self._gated) for one in (mlp.gate, mlp.up))
+            gate, up = (_GatheredProduct(one, self._group, (), gated) for one in (mlp.gate, mlp.up))
             mlp = replace(mlp, gate=gate, up=up, down=_GatheredProduct(mlp.down, self._group, (), self._hidden))
         return replace(layer, mixer=mixer, mlp=mlp)
 

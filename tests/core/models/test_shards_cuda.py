@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from core.adapters.adapter import AdapterWeights, digest_of
-from core.models.config import ModelConfig, RecurrentParts
+from core.models.config import HeadSizes, ModelConfig, PerLayerParts, RecurrentParts
 from core.models.device_model import device_model
 from core.models.layers.adapted import AdaptedMatrices, AdaptedPart
 from core.models.llama import Llama
@@ -129,7 +129,15 @@ def state_space(num_groups: int, *, has_norm: bool = True) -> RecurrentParts:
     return RecurrentParts(kind="state space", layers=(0,), has_bias=True, **own, **heads)
 
 
+#: Gemma 4's layers: heads of two sizes, K and V that layers share, V that is K, wide MLPs, and inputs of their own.
+_OWN_LAYERS: dict[str, Any] = {"num_hidden_layers": 4, "sliding_layers": (0, 2), "sliding_window": 20, "qk_norm": True}
+_OWN_LAYERS |= {"full_heads": HeadSizes(1, 24), "value_norm": True, "post_norms": True, "layer_scales": True}
+_OWN_LAYERS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "logits_cap": 3.0, "full_keys_are_values": True}
+_OWN_LAYERS |= {"num_shared_layers": 2, "wide_mlps": True, "hidden_act": "gelu_pytorch_tanh"}
+_OWN_LAYERS |= {"per_layer": PerLayerParts(width=16, vocab_size=VOCAB)}
+
 MODELS |= {
+    "layers of their own": _OWN_LAYERS,
     "state space": {"recurrent": state_space(3)},
     "state space of one group": {"recurrent": state_space(1)},
     "state space without a norm": {"recurrent": state_space(2, has_norm=False)},
@@ -138,8 +146,8 @@ MODELS |= {
 
 def config_of(kind: str) -> ModelConfig:
     base = shape_config(kind if kind == "qwen3" else "llama")
-    num_layers = 2 if "recurrent" in MODELS[kind] else 1
-    return msgspec.structs.replace(base, num_hidden_layers=num_layers, **MODELS[kind])
+    own = {"num_hidden_layers": 2 if "recurrent" in MODELS[kind] else 1, **MODELS[kind]}
+    return msgspec.structs.replace(base, **own)
 
 
 def model(
@@ -185,6 +193,7 @@ def check(
         ("convolution", FLOAT32, (2,)),
         pytest.param("delta", BFLOAT16, (3,), marks=pytest.mark.soak),
         ("delta in turns", FLOAT32, (2,)),
+        ("layers of their own", FLOAT32, (2,)),
         ("state space", BFLOAT16, (2,)),
         ("state space of one group", FLOAT32, (3,)),
         pytest.param("state space without a norm", FLOAT32, (2,), marks=pytest.mark.soak),
