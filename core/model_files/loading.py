@@ -383,7 +383,7 @@ def _vision(
         elif parts.max_rows > LONG_IMAGE:
             log.say(
                 f"engine-core: an image may have up to {parts.max_rows} tokens, as the model's processor allows, and "
-                "other requests wait while one is encoded: image_max_pixels makes large images smaller"
+                "takes minutes to encode then: image_max_pixels makes large images smaller"
             )
         kind = GridEncoder if parts.pooled is None else PooledEncoder
         return kind(parts, width, weights, dtype, library=library)
