@@ -152,7 +152,7 @@ def test_a_waiting_request_says_that_it_waits_for_its_image() -> None:
 
 
 @pytest.mark.parametrize("chunked", [True, False])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_all_requests_end_with_their_images(seed: int, chunked: bool) -> None:
     """Hand checks each step: an image that a step needs is there, and parts follow each other."""
     rng = random.Random(seed)
@@ -161,6 +161,7 @@ def test_all_requests_end_with_their_images(seed: int, chunked: bool) -> None:
         rng.choice([ROWS, 3 * ROWS]) if chunked else 40,
         rng.choice([ROWS, 3 * ROWS]) if chunked else 40,
         enable_chunked_prefill=chunked,
+        scheduling_policy=rng.choice(["fcfs", "fair", "priority"]),
         **sizes,
     )
     number, live = 0, dict[int, Any]()
@@ -168,10 +169,10 @@ def test_all_requests_end_with_their_images(seed: int, chunked: bool) -> None:
         if rng.randrange(3) == 0:
             number += 1
             places = {place: rng.randrange(1, 7) for place in rng.sample([0, 5, 10, 20], rng.randrange(4))}
-            live[number] = machine.add(asks(number, 26, places, rng.randrange(1, 6)))
+            live[number] = machine.add(asks(number, 26, places, rng.randrange(1, 6)), number % 3)
         if live and rng.randrange(12) == 0:
             gone = rng.choice(sorted(live))
-            machine.scheduler.finish_requests(0, [gone])
+            machine.scheduler.finish_requests(gone % 3, [gone])
             machine.flush()
         if rng.randrange(40) == 0:
             machine.scheduler.lose_executor()
