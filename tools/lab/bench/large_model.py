@@ -36,6 +36,7 @@ class Shape(NamedTuple):
     kv_heads: int = 8
     head_dim: int = 128
     tokens: int = 151_936
+    context: int | None = None  # tokens; None = as many as the demo model's
 
 
 FOUR_B = Shape()
@@ -87,6 +88,8 @@ def _metadata(demo: dict[str, GgufValue], shape: Shape) -> dict[str, GgufValue]:
         "vocab_size": shape.tokens,
     }
     changed: dict[str, GgufValue] = {f"llama.{name}": value for name, value in sizes.items()}
+    if shape.context is not None:
+        changed["llama.context_length"] = shape.context
     changed["general.name"] = "made up"
     changed["tokenizer.ggml.tokens"] = [*tokens, *("".join(pair) for pair in made)][: shape.tokens]
     changed["tokenizer.ggml.token_type"] = [*kinds, *(1 for _ in made)][: shape.tokens]
