@@ -18,7 +18,6 @@ from core.execution.token_budget import token_budget
 from core.executors.load import load, load_drafting_model
 from core.executors.local import adapted_matrices, model_features
 from core.executors.run import RunnerSizes, caches_that_fit, num_blocks_in, runner_sizes
-from core.features.store import ImageEncoder
 from core.grammars.grammars import model_grammars
 from core.models.draft_head import DraftHead
 from core.models.llama import Llama
@@ -256,7 +255,7 @@ class CudaMemory:
         model: Llama,
         operations: TritonOperations,
         config: EngineConfig,
-        encoder: ImageEncoder | None = None,
+        encoder: EncoderShape | None = None,
     ) -> None:
         """operations: the model's. config: sizes that it does not give are chosen. encoder: of images; None = none."""
         self._encoder_width, self._is_causal = None if encoder is None else encoder.width, model.config.is_causal
@@ -399,9 +398,8 @@ class CudaMemory:
         work = TritonWork(rows, rows, rows[:1, None], alone, tiles, tiles, size.num_splits, lasts=lasts)
         kinds, ids = self._operations.of_kinds(work), rows.long()
         cache = model.allocate_cache(1, self._config.block_size)
-        turned = (
-            None if self._encoder_width is None or model.config.rope_axes is None else rows[:, None].expand(-1, AXES)
-        )
+        has_axes = self._encoder_width is not None and model.config.rope_axes is not None
+        turned = rows[:, None].expand(-1, AXES) if has_axes else None
         inputs = ModelInputs(ids + 1, rows, ids, kinds, cache, ids[:0], given=self._given(len(rows)), turned=turned)
         hidden = model.hidden_states(inputs)
         hidden.clone()  # graphs have their results in common

@@ -92,11 +92,11 @@ class FeatureBuffers:
 
     def allocate(self, num_tokens: int) -> None:
         """Make room for the tokens of the largest graph."""
-        none = {"dtype": torch.int32, "device": self._device}
-        self._places = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
+        none = torch.full((num_tokens,), -1, dtype=torch.int32, device=self._device)
+        self._places = none.long()
         self._rows = torch.zeros((num_tokens, self._width), device=self._device)
-        self._turned = torch.zeros((num_tokens, AXES), **none) if self._features.turns else None
-        self._lasts = torch.full((num_tokens,), -1, **none) if self._sees_later else None
+        self._turned = torch.zeros_like(none)[:, None].repeat(1, AXES) if self._features.turns else None
+        self._lasts = none if self._sees_later else None
 
     def lasts(self, num_tokens: int) -> torch.Tensor | None:
         """Return TritonWork.lasts of a graph of so many tokens."""

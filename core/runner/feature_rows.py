@@ -23,6 +23,10 @@ class EncoderShape(Protocol):
         """Return the numbers of a row of embeddings."""
 
     @property
+    def num_rows(self) -> int:
+        """Return the most rows of an image."""
+
+    @property
     def sees_whole(self) -> bool:
         """Return whether tokens of an image see its later ones."""
 

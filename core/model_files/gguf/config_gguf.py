@@ -308,7 +308,7 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
 
 def _has_qk_norm(header: GgufHeader, values: Values, architecture: Architecture) -> bool:
     if architecture.qk_norm_plain:
-        return values.get("num_experts") != architecture.gguf_unnormed_experts
+        return bool(values.get("num_experts") != architecture.gguf_unnormed_experts)
     is_stored = "blk.0.attn_q_norm.weight" in header.tensors
     return architecture.qk_norm or (architecture.qk_norm_key is not None and is_stored)
 
