@@ -24,7 +24,7 @@ from tests.resolved import resolved_config
 from tools.cli import main
 
 VOCAB = 1000
-NUM_REQUESTS = 50
+NUM_REQUESTS = 30
 SHARED = list(range(100, 124))  # three blocks that a third of the prompts begin with
 
 CONFIG = resolved_config(

@@ -71,7 +71,7 @@ def test_a_step_that_computes_a_part_of_a_prompt_alone_may_have_drafts(
 
 
 def test_zero_differences_of_an_engine_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """50 requests of two clients, some aborted, one client leaving early."""
+    """Requests of two clients, some aborted, one client leaving early."""
     rng, path = random.Random(3), tmp_path / "run.cap"
     requests = [make_request(number, rng) for number in range(NUM_REQUESTS)]
     config = msgspec.structs.replace(CONFIG, capture=str(path))

@@ -73,7 +73,7 @@ def test_a_request_no_engine_took_in_is_damage(copy: Path, capfd: pytest.Capture
 def test_changed_bytes_under_right_checksums_never_end_in_a_traceback(
     copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rng, good = random.Random(1), frames_of(copy)
+    rng, good = random.Random(4), frames_of(copy)
     seen = set()
     for _ in range(25):
         frames = list(good)
