@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from core.device import cuda_device
-from frontend.engine.process import EngineProcess
+from engine_core import LLM
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
 
 NO_CUDA = r"is built without CUDA \(pip install .* torch==.*\)"
 NO_TRITON = r"needs triton, which is not installed: pip install triton, or engine-core with its extra \[cuda\]"
@@ -46,5 +45,5 @@ def test_an_engine_without_triton_or_a_cuda_build_says_what_to_install(
     (tmp_path / "sitecustomize.py").write_text(code + "\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ConfigError, match=f"^device=cuda .*{reason}"), EngineProcess(EngineConfig(device="cuda")):
-        pass
+    with pytest.raises(ConfigError, match=f"^device=cuda .*{reason}"):
+        LLM(device="cuda")
