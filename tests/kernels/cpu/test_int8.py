@@ -69,14 +69,15 @@ def test_x_may_be_float32(variant: CpuLibrary) -> None:
     assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "Q4_1", "Q2_K", "IQ4_NL", "IQ4_XS", "IQ3_XXS"])
+@pytest.mark.parametrize("name", INTEGER_TYPES)
 def test_the_largest_codes_do_not_overflow(variant: CpuLibrary, name: str) -> None:
     rows = ordinary(name, 32)
     rows.data[...] = 0xFF if name != "Q8_0" else 0x80  # the largest without a sign, -128 with one
     set_scales(rows.data.reshape(32, -1, BLOCK_SIZES[name][1]), name, 1.0)
-    x = rounded(np.where(np.arange(DEPTH) % 64 < 48, 1.0, -1.0)[None].repeat(9, 0).astype(np.float32), BFLOAT16)
-    found = packed(variant, [rows], out_dtype=FLOAT32)(x)
-    assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
+    x = rounded(np.where(np.arange(DEPTH) % 64 < 48, 1.0, -1.0)[None].repeat(18, 0).astype(np.float32), BFLOAT16)
+    matrix, expected = packed(variant, [rows], out_dtype=FLOAT32), product(x, parts_of(rows))
+    for count in (9, 18):  # unpacked in registers, and to memory
+        assert np.array_equal(matrix(x[:count]).view(np.uint32), expected[:count].view(np.uint32)), count
 
 
 def unusual(name: str) -> list[BlockRows]:

@@ -50,7 +50,8 @@ static int raised_by(int type) {
     const BlockType traits = BLOCK_TYPES[type];
     if (HAS_SIGNED_CODES) return traits.has_minimum || is_wide(type) ? 0 : -(1 << traits.zero_bits);
     const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
-    return has_dot_product && !traits.has_minimum && !traits.has_halves ? 128 - (1 << traits.zero_bits) : 0;
+    const int zero = HAS_SIGNED_BYTES && is_wide(type) ? 0 : 1 << traits.zero_bits;
+    return has_dot_product && !traits.has_minimum && !traits.has_halves ? 128 - zero : 0;
 }
 
 /* Return the position of number k of a block among its codes. */

@@ -8,8 +8,13 @@
 /* Prefetch distance: the hardware's own prefetch ends at each page. */
 enum { INT8_PREFETCH_BYTES = 2048 };
 
+/* Groups that are multiplied with all vectors of columns before the next ones. Packed ones are prefetched as the first
+ * vectors are multiplied, so with few rows and AVX2 the others follow at once: else memory would be idle. */
+enum { ALL_GROUPS = 1 << 20 };
+INLINE int visited_groups(const int is_unpacked) { return is_unpacked || VECTOR_BYTES != 32 ? ALL_GROUPS : 1; }
+
 /* Vectors of columns at once. */
-#if defined(__AVX512F__) || defined(WITH_NEON)
+#if defined(__AVX2__) || defined(WITH_NEON)
 enum { INT8_VECTORS = 2 };
 #else
 enum { INT8_VECTORS = 1 };
@@ -18,12 +23,19 @@ enum { INT8_VECTORS = 1 };
 /* Whether a type's codes need eight bits, else at most seven. */
 INLINE int is_wide(const int type) { return type != WHOLE_PANEL && BLOCK_TYPES[type].zero_bits == 7; }
 
-/* Whether codes of eight bits have a sign: their zero is taken off before they are multiplied. NEON has no product of
- * bytes with a sign and bytes without one. */
-#if defined(WITH_NEON)
-enum { HAS_SIGNED_CODES = 1 };
+/* Whether products of pairs of bytes are summed in 16 bits while they fit: AVX2 has no instruction that sums four. */
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+enum { SUMS_IN_16_BITS = 1 };
 #else
-enum { HAS_SIGNED_CODES = 0 };
+enum { SUMS_IN_16_BITS = 0 };
+#endif
+
+/* Whether codes have a sign: their zero is taken off before they are multiplied. NEON has no product of bytes with a sign
+ * and bytes without one. HAS_SIGNED_BYTES: of codes of eight bits, with AVX2 too. */
+#if defined(WITH_NEON)
+enum { HAS_SIGNED_CODES = 1, HAS_SIGNED_BYTES = 1 };
+#else
+enum { HAS_SIGNED_CODES = 0, HAS_SIGNED_BYTES = SUMS_IN_16_BITS };
 #endif
 
 /* Whether this instruction set adds products of bytes in one instruction, of eight bits as fast as of seven. */
@@ -34,7 +46,7 @@ enum { HAS_DOT_PRODUCT = 0 };
 #endif
 
 /* Return what changes codes of eight bits without a sign to those that products take. */
-INLINE uint32_t sign_bits(const int type) { return HAS_SIGNED_CODES && is_wide(type) ? 0x80808080 : 0; }
+INLINE uint32_t sign_bits(const int type) { return HAS_SIGNED_BYTES && is_wide(type) ? 0x80808080 : 0; }
 
 /* Return where an Int8Group has code k of a column. With SMMLA a vector has eight codes of each of two columns. */
 INLINE int place_in_group(const int k, const int column) {
@@ -78,7 +90,7 @@ typedef struct {
     Words bytes[2], fours, twos, ones;
 } StepRows;
 
-/* Return four codes of each column as bytes: step s. They have no sign, but see HAS_SIGNED_CODES. */
+/* Return four codes of each column as bytes: step s. They have no sign, but see HAS_SIGNED_BYTES. */
 INLINE Words codes_of_step(const StepRows *rows, const int s, const Table levels, const int type) {
     const int planes = planes_of(type), above = planes & FOURS ? 4 : 0;
     if (planes == BYTES) return rows->bytes[s % 2] ^ (0x80808080 ^ sign_bits(type));
@@ -122,12 +134,6 @@ INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, con
 #elif defined(__AVXVNNI__)
     (void)wide;
     return (Signed)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32((int)x));
-#elif defined(__AVX2__)
-    const __m256i all = _mm256_set1_epi32((int)x), ones = _mm256_set1_epi16(1);
-    if (!wide) return sums + (Signed)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)codes, all), ones);
-    const __m256i low = _mm256_maddubs_epi16((__m256i)(codes & 0x0f0f0f0f), all);
-    const __m256i high = _mm256_maddubs_epi16((__m256i)(codes >> 4 & 0x0f0f0f0f), all);
-    return sums + (Signed)_mm256_madd_epi16(low, ones) + (Signed)_mm256_madd_epi16(high, _mm256_set1_epi16(16));
 #elif defined(WITH_NEON)
     (void)wide; /* 2 * 128 * 127 fits 16 bits */
     const int8x16_t left = (int8x16_t)codes, right = (int8x16_t)all_words(x);
@@ -207,7 +213,7 @@ INLINE int32_t sum_of_x(const Int8Block *x, const int half, const int type) {
 
 /* Return what sums of products with a row's block begin with: what the zero of the codes takes off. */
 INLINE Signed zeros_of(const Int8Block *x, const int half, const int zero_bits, const int type, const int is_unpacked) {
-    if (has_minimum(type) || (HAS_SIGNED_CODES && (is_unpacked || is_wide(type)))) return (Signed){0};
+    if (has_minimum(type) || (HAS_SIGNED_CODES && is_unpacked) || (HAS_SIGNED_BYTES && is_wide(type))) return (Signed){0};
     if (has_halves(type)) return -((Signed)all_words((uint32_t)sum_of_x(x, half, type)) << zero_bits);
     if (is_wide(type)) return (Signed)all_words((uint32_t)x->zeros);
     return (Signed)all_words((uint32_t)x->zeros) >> (7 - zero_bits);
@@ -224,6 +230,69 @@ INLINE void load_two_steps(Words codes[2][PANEL_VECTORS], const char *at, const 
     }
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+/* Return the largest code of a type; of unpacked codes that of all types that share the function. */
+INLINE int largest_code(const int type, const int is_unpacked) {
+    const int planes = planes_of(type);
+    if (has_levels(type)) return BLOCK_TYPES[type].levels == LEVELS_OF_FP4 ? 28 : 126;
+    if (planes & FOURS) return planes & TWOS ? 63 : planes & ONES || is_unpacked ? 31 : 15;
+    return planes & ONES ? 7 : 3;
+}
+
+/* Return how many steps of codes have products whose sums fit 16 bits; 0 if those of one step only do with a sign: a pair's
+ * sum is at most 2 * 128 * 127. */
+INLINE int steps_in_16_bits(const int type, const int is_unpacked) {
+    if (is_wide(type)) return 0;
+    const int fitting = INT16_MAX / (largest_code(type, is_unpacked) * 2 * 127);
+    return fitting < 4 ? fitting : 4;
+}
+
+/* Load step s of a group. */
+INLINE void load_step(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
+                      const int is_unpacked) {
+    Words two[2][PANEL_VECTORS];
+    load_two_steps(two, parts->codes, s / 2 * 2, parts->levels, type, is_unpacked, INT8_VECTORS);
+#pragma GCC unroll 2
+    for (int i = 0; i < INT8_VECTORS; i++) codes[i] = two[s % 2][i];
+}
+
+/* Add the products of `count` steps from s on. */
+INLINE void sum_in_16_bits(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Int8Work *work,
+                           const int64_t block, const int s, const int count, const int rows, const int type,
+                           const int is_unpacked) {
+    __m256i narrow[INT8_ROWS][INT8_VECTORS];
+#pragma GCC unroll 4
+    for (int step = 0; step < count; step++) {
+        Words codes[INT8_VECTORS];
+        __m256i sizes[INT8_VECTORS];
+        load_step(codes, parts, s + step, type, is_unpacked);
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++)
+            sizes[i] = is_wide(type) ? _mm256_abs_epi8((__m256i)codes[i]) : (__m256i)codes[i];
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) {
+            int32_t four;
+            memcpy(&four, work->x[row * work->x_stride + block].codes + (s + step) * 4, sizeof four);
+            const __m256i x = _mm256_set1_epi32(four);
+#pragma GCC unroll 2
+            for (int i = 0; i < INT8_VECTORS; i++) {
+                const __m256i signs = is_wide(type) ? _mm256_sign_epi8(x, (__m256i)codes[i]) : x;
+                const __m256i products = _mm256_maddubs_epi16(sizes[i], signs);
+                narrow[row][i] = step ? _mm256_add_epi16(narrow[row][i], products) : products;
+                if (count > 1) __asm__("" : "+x"(narrow[row][i])); /* else GCC moves products ahead, more than registers hold */
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++) {
+            sums[row][i] += (Signed)_mm256_madd_epi16(narrow[row][i], _mm256_set1_epi16(1));
+            __asm__("" : "+x"(sums[row][i]));
+        }
+}
+#endif
+
 /* Sum the products of one half of a group, or of all of it. */
 INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Int8Work *work,
                       const int64_t block, const int half, const int rows, const int type, const int is_unpacked) {
@@ -236,6 +305,13 @@ INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *pa
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++) sums[row][i] = zeros;
     }
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+    const int fitting = steps_in_16_bits(type, is_unpacked), steps = fitting > 0 ? fitting : 1;
+#pragma GCC unroll 8
+    for (int step = 0; step < count; step += steps)
+        sum_in_16_bits(sums, parts, work, block, half * count + step, steps, rows, type, is_unpacked);
+    return;
+#endif
 #pragma GCC unroll 8
     for (int step = 0; step < count; step++) {
         const int s = half * count + step;
@@ -293,22 +369,29 @@ INLINE void multiply_group(Floats out[INT8_ROWS][INT8_VECTORS], const Int8Work *
     }
 }
 
+/* Multiply groups [first, last) with vectors from v on. */
+INLINE void multiply_vectors_of_groups(const Int8Work *work, const OwnParts *own, const int64_t first, const int64_t last,
+                                       const int v, const int rows, const int type, const int is_unpacked) {
+    Floats out[INT8_ROWS][INT8_VECTORS];
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++) out[row][i] = load_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES);
+#pragma GCC unroll 1
+    for (int64_t g = first; g < last; g++) multiply_group(out, work, own, g, v, rows, type, is_unpacked);
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++) store_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES, out[row][i]);
+}
+
 INLINE void multiply_groups(const Int8Work *work, const int rows, const int type, const int is_unpacked) {
     const OwnParts own = is_unpacked ? (OwnParts){.unit = 1.0f} : own_parts(work->type, type);
-    for (int v = 0; v < PANEL_VECTORS; v += INT8_VECTORS) {
-        Floats out[INT8_ROWS][INT8_VECTORS];
-#pragma GCC unroll 6
-        for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-            for (int i = 0; i < INT8_VECTORS; i++)
-                out[row][i] = load_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES);
-#pragma GCC unroll 1
-        for (int64_t g = work->first; g < work->last; g++) multiply_group(out, work, &own, g, v, rows, type, is_unpacked);
-#pragma GCC unroll 6
-        for (int row = 0; row < rows; row++)
-#pragma GCC unroll 2
-            for (int i = 0; i < INT8_VECTORS; i++)
-                store_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES, out[row][i]);
+    const int64_t visited = visited_groups(is_unpacked);
+    for (int64_t first = work->first; first < work->last; first += visited) {
+        const int64_t last = first + visited < work->last ? first + visited : work->last;
+        for (int v = 0; v < PANEL_VECTORS; v += INT8_VECTORS)
+            multiply_vectors_of_groups(work, &own, first, last, v, rows, type, is_unpacked);
     }
 }
 

@@ -11,7 +11,7 @@ static void whole_column(const uint16_t *panel, int64_t depth, int column, float
 static float code_of(const Int8Group *group, int k, int column, int type) {
     const BlockType traits = BLOCK_TYPES[type];
     const uint8_t code = group->codes[0][place_in_group(k, column)];
-    if (HAS_SIGNED_CODES && is_wide(type)) return (int8_t)code;
+    if (HAS_SIGNED_BYTES && is_wide(type)) return (int8_t)code;
     return traits.has_minimum ? code : code - (1 << traits.zero_bits);
 }
 

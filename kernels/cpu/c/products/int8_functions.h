@@ -42,13 +42,13 @@
     static KEEPS_ORDER void name##_##rows(const Int8Work *work) { INT8_MULTIPLY_UNPACKED(work, rows, type); }
 #define INT8_UNPACKED_TYPES(rows)                                                                       \
     INT8_UNPACKED(bytes, rows, Q8_0) INT8_UNPACKED(scaled, rows, Q4_0) INT8_UNPACKED(moved_up, rows, Q4_1) \
-    INT8_UNPACKED(halves, rows, Q6_K) INT8_UNPACKED(halves_moved_up, rows, Q2_K)
+    INT8_UNPACKED(halves, rows, Q6_K) INT8_UNPACKED(halves_moved_up, rows, Q2_K) INT8_UNPACKED(halves_of_grids, rows, IQ2_XXS)
 #define INT8_UNPACKED_ROW(rows)                                                                                        \
     {[Q8_0] = bytes_##rows, [IQ4_NL] = bytes_##rows, [IQ4_XS] = bytes_##rows, [Q4_0] = scaled_##rows,                   \
      [Q5_0] = scaled_##rows, [MXFP4] = scaled_##rows, [TQ2_0] = scaled_##rows, [Q4_1] = moved_up_##rows,                \
      [Q5_1] = moved_up_##rows, [Q4_K] = moved_up_##rows, [Q5_K] = moved_up_##rows, [Q6_K] = halves_##rows,              \
-     [Q3_K] = halves_##rows, [NVFP4] = halves_##rows, [NVFP4_F32] = halves_##rows, [IQ2_XXS] = halves_##rows,          \
-     [Q2_K] = halves_moved_up_##rows}
+     [Q3_K] = halves_##rows, [NVFP4] = halves_##rows, [NVFP4_F32] = halves_##rows,                                      \
+     [IQ2_XXS] = halves_of_grids_##rows, [Q2_K] = halves_moved_up_##rows}
 
 INT8_PACKED_TYPES(1)
 INT8_PACKED_TYPES(2)
@@ -59,7 +59,7 @@ INT8_UNPACKED_TYPES(2)
 INT8_UNPACKED_TYPES(3)
 INT8_UNPACKED_TYPES(4)
 #define INT8_UNPACKED_FOUR_ROWS INT8_UNPACKED_ROW(1), INT8_UNPACKED_ROW(2), INT8_UNPACKED_ROW(3), INT8_UNPACKED_ROW(4)
-#if defined(NEON_DOT) && !defined(NEON_I8MM) /* INT8_ROWS */
+#if (defined(NEON_DOT) && !defined(NEON_I8MM)) || (defined(__AVX2__) && !defined(__AVX512F__)) /* INT8_ROWS */
 #define INT8_ALL_UNPACKED {INT8_UNPACKED_FOUR_ROWS}
 #else
 INT8_UNPACKED_TYPES(5)
