@@ -1,6 +1,7 @@
 """Suite-wide: nothing may be left behind. Each process that runs tests checks itself at its end."""
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -119,10 +120,11 @@ def a_library_is_found_once() -> Iterator[None]:
 def pytest_collection_modifyitems() -> None:
     """Before hypothesis's own hook: it would parse every loaded file of this checkout for constants to try, for 7 s.
     And the examples of a test would depend on the modules that other tests have imported."""
-    if "hypothesis" in sys.modules:
-        from hypothesis.internal.conjecture import providers
+    with contextlib.suppress(ImportError):  # of a version that looks for none
+        if "hypothesis" in sys.modules:
+            from hypothesis.internal.conjecture import providers
 
-        providers.is_local_module_file = lambda path: False
+            providers.is_local_module_file = lambda path: False
 
 
 @pytest.hookimpl(wrapper=True)
