@@ -106,16 +106,17 @@ def test_operations_with_axes() -> None:
 
 
 @triton.jit
-def scalars_kernel(x, out, other: tl.float32, ONE: tl.constexpr, N: tl.constexpr):
-    """Calls that differ in what is no tensor, or in a number alone."""
+def scalars_kernel(x, out, others, ONE: tl.constexpr, N: tl.constexpr):
+    """Calls that differ in what is no tensor, in a number, or in whether two operands are the same."""
+    other = tl.load(others)
     number = tl.program_id(0)
     i = tl.arange(0, N)
     row = tl.load(x + i)
     out += number * 6 * N
     tl.store(out + i, tl.load(x + i, mask=i < 2, other=other))
     tl.store(out + N + i, tl.load(x + number, mask=number < 0, other=other) + tl.zeros((N,), tl.float32))
-    tl.store(out + 2 * N + i, row + row)
-    tl.store(out + 3 * N + i, row + i)
+    tl.store(out + 2 * N + i, row - row)
+    tl.store(out + 3 * N + i, row - (row + i))
     tl.store(out + 4 * N + i, row * ONE)
     tl.store(out + 5 * N + i, tl.where(i < number, row, ONE))
 
@@ -123,14 +124,21 @@ def scalars_kernel(x, out, other: tl.float32, ONE: tl.constexpr, N: tl.constexpr
 @pytest.mark.parametrize("other", [0.0, 3.5, -0.0])
 @pytest.mark.parametrize("one", [1, True, 1.0, 2, 0.5])
 def test_recorded_calls_are_told_from_each_other(other: float, one: float) -> None:
-    """A scalar of 0 is no missing one, and a sum of a row with itself is that of two rows."""
+    """A scalar of 0 is no missing one, and a row without itself is no case of two rows."""
     row = torch.tensor([3.0, -1.0, 0.5, 7.0])
     out = torch.zeros(3, 6, 4)
-    scalars_kernel[(3,)](row, out, other, ONE=one, N=4)
+    scalars_kernel[(3,)](row, out, torch.tensor([other]), ONE=one, N=4)
     i = torch.arange(4)
     for number in range(3):
         masked = torch.where(i < 2, row, torch.tensor(other))
-        expected = [masked, torch.full((4,), other), row + row, row + i, row * one, torch.where(i < number, row, one)]
+        expected = [
+            masked,
+            torch.full((4,), other),
+            row - row,
+            row - (row + i),
+            row * one,
+            torch.where(i < number, row, one),
+        ]
         assert torch.equal(out[number], torch.stack(expected))
 
 
