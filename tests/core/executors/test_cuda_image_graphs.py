@@ -58,7 +58,12 @@ def test_memory_is_kept_for_the_largest_graph(kind: str, monkeypatch: pytest.Mon
     assert isinstance(one.operations, TritonOperations)
     memory = CudaMemory(one, one.operations, EngineConfig(max_num_batched_tokens=40), Encoder(kind))
     compute = one.hidden_states
-    monkeypatch.setattr(one, "hidden_states", lambda inputs: seen.append(inputs) or compute(inputs))
+
+    def noted(inputs: Any) -> Any:
+        seen.append(inputs)
+        return compute(inputs)
+
+    monkeypatch.setattr(one, "hidden_states", noted)
     memory.largest_graph()
     (inputs,) = seen
     assert inputs.given.rows.shape == (64, Encoder(kind).width)
