@@ -42,9 +42,8 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
-    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None or model.position_table):
+    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None):
         what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
-        what = "a table of positions" if model.position_table else what
         raise ConfigError(f"{path} has {what}, which cannot be split among stages: leave pipeline_parallel_size out")
     if num_stages > 1:
         layers_of_stages(model, num_stages)
@@ -102,6 +101,5 @@ def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
         "latent attention": model.latent is not None and is_on_device,
         "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
         "layers with other heads": model.full_heads is not None and not _is_nested(model),
-        "a table of positions": model.position_table,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

@@ -150,12 +150,16 @@ class Llama:
         """Build the embedding. Return the head if it has the same weights, otherwise None."""
         table = parts.take_matrix("model.embed_tokens.weight")
         head = self._make_head(table) if self.config.tie_word_embeddings else None
+        self._build_embedding(parts, table, head)
+        return head
+
+    def _build_embedding(self, parts: WeightParts, table: StoredMatrix, head: Product | None) -> None:
+        """Build the embedding, with rows by position if the model has any."""
         places = None
         if self.config.position_table:
             places = to_floats(parts.take_matrix("model.embed_positions.weight").dense(FLOAT32)).copy()
         scale = embedding_scale(self.config, self.dtype)
         self.embedding = self.operations.embedding(table, scale, head, places)
-        return head
 
     def _build_layers(self, parts: WeightParts) -> list[Layer]:
         indices = range(self.config.num_hidden_layers)

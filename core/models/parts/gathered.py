@@ -52,8 +52,8 @@ class _GatheredEmbedding:
     group: GathersParts
     own: Range  # tokens
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        rows = self.embedding((ids - self.own.first).clip(0, self.own.length - 1))
+    def __call__(self, ids: Tensor, *places: Tensor) -> Tensor:
+        rows = self.embedding((ids - self.own.first).clip(0, self.own.length - 1), *places)
         return self.group.join_rows(rows, (ids < self.own.first) | (ids >= self.own.last))
 
 

@@ -18,7 +18,7 @@ from core.models.parts.stage_link import StageLink
 from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EMBEDDINGS = "model.embed_tokens.weight"
+_EMBEDDINGS, _PLACES = "model.embed_tokens.weight", "model.embed_positions.weight"
 
 
 class Stage(NamedTuple):
@@ -55,7 +55,9 @@ class Stage(NamedTuple):
         def reads(name: str) -> bool:
             if found := _LAYER.match(name):
                 return own.first <= int(found[1]) < own.last
-            return reads_embeddings if name == _EMBEDDINGS else self.is_last
+            if name in (_EMBEDDINGS, _PLACES):
+                return reads_embeddings
+            return self.is_last
 
         return reads
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.layers.layer_kinds import windows
-from core.models.llama import Llama, embedding_scale
+from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, Weight
@@ -55,8 +55,7 @@ class StageLlama(Llama):
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
         if self.stage.is_first and not (self.stage.is_last and self.config.tie_word_embeddings):
-            table = parts.take_matrix("model.embed_tokens.weight")
-            self.embedding = self.operations.embedding(table, embedding_scale(self.config, self.dtype), None)
+            self._build_embedding(parts, parts.take_matrix("model.embed_tokens.weight"), None)
             return None
         if self.stage.is_last and self.config.tie_word_embeddings:
             return super()._build_begin(parts)

@@ -14,7 +14,7 @@ from tests.core.runner.invariance_kinds import KINDS
 @pytest.mark.parametrize(
     ("kind", "reason", "ranks", "stages"),
     [
-        ("state space", "a table of positions", 2, 1),
+        ("streams and sparse gates", "layers that share K and V", 1, 2),
         ("shared keys and values", "layers that share K and V", 1, 2),
         ("gated delta", "=5 is more than the 4 heads of the recurrent layers", 5, 1),
         ("gated delta", "more than the model's 1 layers with attention: use at most 1", 1, 2),

@@ -38,8 +38,8 @@ from kernels.recurrence import StateRows
 from tests.core.runner.invariance import KINDS, TINY
 
 BLOCK = 16
-#: As Nemotron-H.
-STATE_SPACE = msgspec.structs.replace(KINDS["state space"], position_table=False)
+#: As Nemotron-H, with a table of positions.
+STATE_SPACE = KINDS["state space"]
 #: Experts of which two ranks have whole panels, and whose matrices consist of whole blocks.
 _EXPERTS = msgspec.structs.replace(
     KINDS["experts"].experts, num_experts=6, intermediate_size=96, shared_size=64, has_shared_gate=True, dense_layers=()

@@ -138,6 +138,7 @@ _OWN_LAYERS |= {"per_layer": PerLayerParts(width=16, vocab_size=VOCAB)}
 
 MODELS |= {
     "layers of their own": _OWN_LAYERS,
+    "places": {"position_table": True, "centred_norms": True, "norm_bias": True},
     "state space": {"recurrent": state_space(3)},
     "state space of one group": {"recurrent": state_space(1)},
     "state space without a norm": {"recurrent": state_space(2, has_norm=False)},
@@ -194,6 +195,7 @@ def check(
         pytest.param("delta", BFLOAT16, (3,), marks=pytest.mark.soak),
         ("delta in turns", FLOAT32, (2,)),
         ("layers of their own", FLOAT32, (2,)),
+        pytest.param("places", FLOAT32, (2,), marks=pytest.mark.soak),
         ("state space", BFLOAT16, (2,)),
         ("state space of one group", FLOAT32, (3,)),
         pytest.param("state space without a norm", FLOAT32, (2,), marks=pytest.mark.soak),

@@ -28,12 +28,12 @@ _NUM_STEPS = 3  # after the prompts
 
 
 def thrice(config: ModelConfig) -> ModelConfig:
-    """The same layers three times, without a table of positions."""
+    """The same layers three times."""
     own, count = config.recurrent, config.num_hidden_layers
     assert own is not None, config
     layers = tuple(layer + shift for shift in (0, count, 2 * count) for layer in own.layers)
     more = {"recurrent": msgspec.structs.replace(own, layers=layers), "file_layers": 3 * config.file_layers}
-    return msgspec.structs.replace(config, num_hidden_layers=3 * count, position_table=False, **more)
+    return msgspec.structs.replace(config, num_hidden_layers=3 * count, **more)
 
 
 #: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts; with
@@ -41,6 +41,8 @@ def thrice(config: ModelConfig) -> ModelConfig:
 _KINDS = {
     kind: KINDS[kind] for kind in ("untied head", "head norms", "local and global", "experts", "latent attention")
 }
+#: As Gemma 4 26B: heads of two sizes, of which a stage may have one only, and experts alongside dense MLPs.
+_KINDS["experts beside"] = KINDS["experts beside"]
 #: Three times the layers of those with recurrent states, so that each of three stages has one with attention.
 _KINDS |= {kind: thrice(KINDS[kind]) for kind in ("short convolution", "gated delta", "state space")}
 

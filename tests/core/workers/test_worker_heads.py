@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.wire.messages import AddRequest
@@ -101,6 +102,21 @@ def test_an_assistant_is_run_by_all_ranks(
     config = config_of(gemma[0], ranks, load_format="auto")
     disturb = {6: kill(worker)}
     assert answers(drafting(config, "mtp", gemma[1]), disturb, least_accepted=20, sent=short()) == gemma_alone
+
+
+@pytest.mark.soak
+def test_an_assistant_is_in_the_last_stage(tmp_path: Path) -> None:
+    """With the layers whose K and V it reads; with fewer layers that stage is refused."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, assistant = AssistedModel("gemma4-31b", 0.3).write(tmp_path)
+    alone = answers(config_of(model, 1, load_format="auto", num_gpu_blocks_override=16), sent=short())
+    for ranks, stages in ((1, 2), (2, 2)):
+        config = config_of(model, ranks, load_format="auto", pipeline_parallel_size=stages)
+        assert answers(drafting(config, "mtp", assistant), {6: kill(0)}, least_accepted=5, sent=short()) == alone
+    config = config_of(model, 1, load_format="auto", pipeline_parallel_size=4)
+    with pytest.raises(ConfigError, match="reads K and V of layer 2, which is not in the last of the stages"):
+        answers(drafting(config, "mtp", assistant), sent=short())
 
 
 @pytest.mark.parametrize(

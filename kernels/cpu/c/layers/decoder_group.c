@@ -72,7 +72,7 @@ void embed_in_group(const Share *share, Embedding args) {
     for (int64_t row = begin; row < end; row++) {
         const int64_t id = step->token_ids[row] - share->decoder->group->vocabulary.first;
         if (id < 0 || id >= share->decoder->group->num_words) continue;
-        args.ids = &id, args.out = step->embedded + row * args.width;
+        args.ids = &id, args.out = step->embedded + row * args.width, args.positions = step->positions + row;
         embedding_part(&args, 0, 1);
     }
     if (share->decoder->group->ranks.streams) {
