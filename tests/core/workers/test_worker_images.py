@@ -89,7 +89,7 @@ def test_every_bit_is_that_of_one_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.soak
 def test_given_embeddings_reach_all_ranks(tmp_path: Path) -> None:
     folder = str(MODELS["idefics3"][0](tmp_path))
-    rows = np.random.default_rng(1).standard_normal((20, 64), np.float32)
+    rows = np.random.default_rng(1).standard_normal((20, 48), np.float32)
 
     def ask(**options: Any) -> list[int]:
         with LLM(folder, **OPTIONS, enable_prompt_embeds=True, **options) as llm:
