@@ -23,7 +23,7 @@ from core.models.operations.weight_form import WeightForm
 from core.models.parts.rank import Rank
 from core.models.parts.recurrent_part import most_ranks
 from core.models.parts.shard import Shard
-from core.models.step import ModelInputs, StepResult
+from core.models.step import GivenRows, ModelInputs, StepResult
 from ipc.errors import ConfigError
 from ipc.options.config import KVCacheDtype
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
@@ -214,6 +214,28 @@ def test_every_bit_with_a_cache_in_8_bits(kind: str, dtype: Dtype, stored: KVCac
 def test_every_bit_with_weights_and_activations_in_fp8() -> None:
     """A rank quantizes the rows that it has, and all of what it multiplies."""
     check("llama", BFLOAT16, (2,), form=WeightForm.FP8)
+
+
+class Given(OnDevice):
+    """Every third token of a step has a given embedding, and what is added to it after the first layer."""
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        ids = inputs.token_ids.copy()
+        places = np.arange(0, len(ids), 3)
+        ids[places] = -1 - np.arange(len(places))
+        rows = np.random.default_rng(3).standard_normal((len(places), 2 * self._model.config.hidden_size), np.float32)
+        given = GivenRows(torch.from_numpy(places).to(DEVICE), torch.from_numpy(rows).to(DEVICE))
+        return super().forward(inputs._replace(token_ids=ids, given=given))
+
+
+def test_every_bit_with_given_embeddings() -> None:
+    config = config_of("llama")
+    plain = model(config, FLOAT32)
+    assert plain.reads_features
+    expected = logits(Given(plain), 9)
+    assert not torch.equal(expected, logits(OnDevice(plain), 9))
+    for found in by_ranks(2, lambda rank: logits(Given(model(config, FLOAT32, rank)), 9)):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.soak
