@@ -19,12 +19,18 @@ typedef struct {
     int64_t bytes; /* from row to row */
 } Slice;
 
+/* Rows of x are prefetched this far ahead as they are converted: each is on a page of its own. */
+enum { ROWS_AHEAD = 8 };
+
 /* Return `count` numbers of each row from place k on. If they must be converted they are written to `room`. */
 INLINE Slice slice_of_x(const Gemm *args, int64_t row, int64_t num_rows, int64_t k, int64_t count, float *room) {
     const uint16_t *x = (const uint16_t *)args->x + row * args->x_stride + k;
     if (BY_PAIRS) return (Slice){(const char *)x, args->x_stride * 2};
-    for (int64_t i = 0; i < num_rows; i++, x += args->x_stride)
+    for (int64_t i = 0; i < num_rows; i++, x += args->x_stride) {
+        for (int64_t j = 0; i + ROWS_AHEAD < num_rows && j < count; j += 32)
+            __builtin_prefetch(x + ROWS_AHEAD * args->x_stride + j);
         for (int64_t j = 0; j < count; j += LANES) store_floats(room + i * count + j, load_bfloat16(x + j));
+    }
     return (Slice){(const char *)room, count * 4};
 }
 
