@@ -12,7 +12,8 @@
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make gpu-report  what an NVIDIA GPU that is there for minutes can tell, into .gpu; goes on where it was killed
 # make gpu-ahead  compiles kernels for that report on a machine without a GPU, into .gpu/triton
-# make arm    the kernels for ARM64 under QEMU (needs Debian's gcc-aarch64-linux-gnu and qemu-user; ARGS="..." for pytest)
+# make arm    the wheel, the demo model and the kernels' tests for ARM64 under QEMU (needs Debian's gcc-aarch64-linux-gnu
+#             and qemu-user; ARGS="--part wheel" is one part)
 # make check  the same without the tests
 # make kernels  build the C kernels of every variant that this CPU runs, as `make test` does before the tests
 # make map    write docs/map.md, options.md, known_models.md and the table of sampling.md again

@@ -1,6 +1,6 @@
-"""Prints what the demo model says, as JSON: 32 greedy tokens and their log probabilities, of one variant and dtype.
+"""Prints what the demo model says, as JSON: greedy tokens and their log probabilities, of one variant and dtype.
 
-usage: python demo.py VARIANT DTYPE WAY
+usage: python demo.py VARIANT DTYPE WAY TOKENS
 
 WAY is `embedded`, or `socket`: then another process serves the engine. Only engine_core is imported, so it runs with an
 installed wheel too.
@@ -17,25 +17,25 @@ from typing import Any
 from engine_core import LLM, SamplingParams
 
 PROMPT = "The three laws of robotics are"
-_PARAMS = SamplingParams(temperature=0.0, max_tokens=32, min_tokens=32, logprobs=2)
 _START_S = 1800  # a busy machine emulates slowly
 
 
-def said(llm: LLM) -> dict[str, Any]:
+def said(llm: LLM, num_tokens: int) -> dict[str, Any]:
     """Return the tokens, and the numbers that show every bit of their log probabilities."""
-    output = llm.generate(PROMPT, _PARAMS)[0].outputs[0]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, min_tokens=num_tokens, logprobs=2)
+    output = llm.generate(PROMPT, params)[0].outputs[0]
     assert output.logprobs is not None
     chosen = [places[token].logprob for token, places in zip(output.token_ids, output.logprobs, strict=True)]
     return {"tokens": list(output.token_ids), "logprobs": [value.hex() for value in chosen]}
 
 
-def embedded(options: dict[str, Any]) -> dict[str, Any]:
+def embedded(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """Return what an engine of this process's own says."""
     with LLM(start_timeout=float(_START_S), **options) as llm:
-        return said(llm)
+        return said(llm, num_tokens)
 
 
-def over_the_socket(options: dict[str, Any]) -> dict[str, Any]:
+def over_the_socket(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """Return what a client of a served engine gets."""
     with tempfile.TemporaryDirectory(prefix="ec-") as folder:
         address = f"ipc://{folder}/engine"
@@ -47,15 +47,15 @@ def over_the_socket(options: dict[str, Any]) -> dict[str, Any]:
                 while not Path(folder, "engine").exists() and server.poll() is None and time.monotonic() < end:
                     time.sleep(0.1)
                 with LLM(connect=address, connect_timeout=float(_START_S)) as llm:
-                    return said(llm)
+                    return said(llm, num_tokens)
             finally:
                 server.terminate()
 
 
-def main(variant: str, dtype: str, way: str) -> None:
+def main(variant: str, dtype: str, way: str, num_tokens: str) -> None:
     """Print the JSON."""
     options = {"cpu_kernels": variant, "dtype": dtype, "threads": 1, "max_model_len": 128}
-    print(json.dumps({"embedded": embedded, "socket": over_the_socket}[way](options)))
+    print(json.dumps({"embedded": embedded, "socket": over_the_socket}[way](options, int(num_tokens))))
 
 
 if __name__ == "__main__":

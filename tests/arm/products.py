@@ -1,8 +1,9 @@
 """Multiplies matrices under QEMU, and marks before and after each product what tests/arm/instructions.c counts.
 
-usage: python -m tests.arm.products VARIANT | LIBRARY OF LLAMA.CPP
+usage: python -m tests.arm.products VARIANT|LIBRARY
 
-Prints the cases, one a line, in the order of their pairs of marks; the first is an empty one.
+LIBRARY is one of llama.cpp's. Of a variant these are the exact products; in_8_bits.c has the others. Prints the cases,
+one a line, in the order of their pairs of marks; the first is an empty one.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, quantize
 from kernels.elements import BFLOAT16, rounded
@@ -48,23 +49,21 @@ def weights_of(name: str) -> np.ndarray[Any, Any]:
     return blocks.reshape(COLUMNS, -1)
 
 
-def our_product(library: CpuLibrary, name: str, num_rows: int, *, in_8_bits: bool) -> Product:
+def our_product(library: CpuLibrary, name: str, num_rows: int) -> Product:
     """Return a product of our kernels, without the time that Python takes for its buffers."""
     x = rounded(np.random.default_rng(3).standard_normal((num_rows, DEPTH), np.float32), BFLOAT16)
     rows = weights_of(name)
     if name == "BF16":
         matrix = PackedMatrix(library, rows.view(BFLOAT16), is_kept=True)
     else:
-        packed = quantize(library, [BlockRows(name, rows)], in_8_bits=in_8_bits)
+        packed = quantize(library, [BlockRows(name, rows)], in_8_bits=False)
         assert packed is not None
         matrix = PackedMatrix(library, packed)
     y = np.empty((num_rows, COLUMNS), BFLOAT16)
-    blocks = np.empty((num_rows, row_bytes_in_8_bits(DEPTH)), np.uint8)
     arguments = matrix.arguments
     arguments.x, arguments.x_stride, arguments.num_rows = x.ctypes.data, DEPTH, num_rows
     arguments.y, arguments.y_stride = y.ctypes.data, COLUMNS
-    arguments.quantized, arguments.quantized_stride = blocks.ctypes.data, blocks_in_8_bits(DEPTH)
-    kept = (x, y, blocks, matrix)
+    kept = (x, y, matrix)
     return lambda: matrix._gemm(arguments) if kept else None
 
 
@@ -132,9 +131,7 @@ def main(what: str) -> None:
     library = load_cpu_library(what)
     for name in TYPES:
         for num_rows in ROWS:
-            if name != "BF16":
-                marked(f"{name} in 8 bits {num_rows}", our_product(library, name, num_rows, in_8_bits=True))
-            marked(f"{name} {num_rows}", our_product(library, name, num_rows, in_8_bits=False))
+            marked(f"{name} {num_rows}", our_product(library, name, num_rows))
 
 
 if __name__ == "__main__":

@@ -102,22 +102,27 @@ def environment(folder: Path, cpu: str) -> dict[str, str]:
     return {**os.environ, "ARM_CPU": cpu, "CC": COMPILER, "XDG_CACHE_HOME": str(folder / "cache")}
 
 
+def kernels_of(folder: Path, variant: str) -> Path:
+    """Return where a variant's library is, or is to be: its name is that of the cache of an emulated process."""
+    version = subprocess.run([COMPILER, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return folder / "cache" / "engine-core" / "kernels" / f"{variant}-{source_hash(variant, version, ARM)}.so"
+
+
 def build_kernels(folder: Path, variants: Iterable[str] | None = None) -> None:
     """Build variants for ARM64 that are not there, with the time limits of a wheel's: nothing waits for it.
 
     variants: None = all. Those of a wheel of the same sources are taken from it. Errors: CpuLibraryError.
     """
     version = subprocess.run([COMPILER, "--version"], check=True, stdout=subprocess.PIPE, text=True).stdout
-    kernels = folder / "cache" / "engine-core" / "kernels"
-    for part in (kernels.parent.parent, kernels.parent, kernels):
-        part.mkdir(mode=0o700, exist_ok=True)
-    for name in variants or variants_of(ARM):
-        path = kernels / f"{name}-{source_hash(name, version, ARM)}.so"
+    for name in variants_of(ARM) if variants is None else variants:
+        path = kernels_of(folder, name)
+        for part in (path.parent.parent.parent, path.parent.parent, path.parent):
+            part.mkdir(mode=0o700, exist_ok=True)
         in_wheel = list((folder / "installed").rglob(f"{name}-{source_hash(name, machine=ARM)}.so"))
         if in_wheel:
             path.write_bytes(in_wheel[0].read_bytes())
         elif not path.exists() or not is_intact(path.read_bytes()):
-            built = build(name, Compiler((COMPILER,), version), kernels, WHEEL_BUILD_S, WHEEL_CPU_S)
+            built = build(name, Compiler((COMPILER,), version), path.parent, WHEEL_BUILD_S, WHEEL_CPU_S)
             path.write_bytes(with_digest(built))
 
 
