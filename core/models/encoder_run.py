@@ -90,7 +90,7 @@ class EncoderInParts(ABC):
 
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [n, width] float32 of an image [height, width, 3]."""
-        return self.begin(pixels).finish()
+        return EncoderRun(self.pieces(pixels), 1).finish()
 
 
 class Runs(NamedTuple):
