@@ -78,7 +78,9 @@ def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
     context means the largest possible one; no prompt is cut, so one that does not fit is refused.
     Errors: HttpError 400.
     """
-    found: Json = {"stream": body.stream is not False, "receipt": body.receipt}
+    found: Json = {"stream": body.stream is not False}
+    if body.receipt is not None:
+        found["receipt"] = body.receipt
     if body.format not in (None, ""):
         if body.format != "json" and not isinstance(body.format, dict):
             raise HttpError(400, 'format must be "json" or a JSON schema', param="format")
