@@ -215,6 +215,21 @@ def test_without_the_field_there_is_none_and_the_tokens_are_the_same(site: Site)
     assert {**asked, "id": ""} == {**plain, "id": ""}
 
 
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string(site: Site) -> None:
+    """A stream has fewer tokens then than the engine has sent, and so has its receipt."""
+    body: dict[str, Any] = {"messages": HI, "max_tokens": 40, **SAMPLING, "return_token_ids": True}
+    text = site.post("/v1/chat/completions", body).json["choices"][0]["message"]["content"]
+    body["stop"] = [next(letter for letter in text[5:] if letter.isascii())]
+    whole = site.post("/v1/chat/completions", body).json
+    events = site.post("/v1/chat/completions", {**body, "stream": True}).events
+    made = [receipt_in(whole), receipt_in(events[-1])]
+    assert [one.status for one in verdicts(made, site.options)] == ["verified"] * 2
+    (choice,) = whole["choices"]
+    assert (choice["finish_reason"], len(choice["token_ids"]) < 40) == ("stop", True)
+    streamed = [token for event in events for one in event["choices"] for token in one.get("token_ids") or ()]
+    assert [contents_of(one).answers for one in made] == [[choice["token_ids"]], [streamed]] == [[streamed]] * 2
+
+
 def test_a_seed_is_drawn_if_there_is_none(site: Site) -> None:
     body = {"messages": HI, "max_tokens": 2, "receipt": True}
     drawn = {receipt_in(site.post("/v1/messages", body).json).header.seed for _ in range(2)}  # type: ignore[union-attr]
