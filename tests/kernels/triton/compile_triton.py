@@ -340,7 +340,7 @@ class Attention(NamedTuple):
 
 def each_size() -> Iterator[Attention]:
     """Each type with each size of heads; the rest in turn."""
-    heads = product((torch.bfloat16, torch.float32), (16, 20, 64, 80, 128, 256))
+    heads = product((torch.bfloat16, torch.float32), (16, 64, 80, 128, 256, 20))
     for turn, head in enumerate(heads):
         group, block_size = (1, 3, 4, 8)[turn % 4], (16, 64, 32)[turn % 3]
         yield Attention(*head, group, block_size, window=100 * (turn % 2), direct=turn % 2 == 0)
