@@ -46,17 +46,16 @@ def answers(llm: LLM, mark: str) -> list[Any]:
     ]
 
 
-def check(folder: str, mark: str, killed: bool, alone: dict[str, Any], **options: Any) -> None:
-    with LLM(folder, **OPTIONS, **alone) as llm:
+def check(folder: str, mark: str, **options: Any) -> None:
+    with LLM(folder, **OPTIONS) as llm:
         expected, fingerprint = answers(llm, mark), llm.client.welcome.model_fingerprint
     assert len({str(each) for each in expected}) == 3
-    with LLM(folder, **OPTIONS, **alone, **options) as llm:
+    with LLM(folder, **OPTIONS, **options) as llm:
         assert llm.client.welcome.model_fingerprint == fingerprint
         assert answers(llm, mark) == expected
-        if killed:
-            llm.reset_prefix_cache()
-            os.kill(children_of(llm.client.welcome.pid)[-1], signal.SIGKILL)
-            assert answers(llm, mark) == expected
+        llm.reset_prefix_cache()
+        os.kill(children_of(llm.client.welcome.pid)[-1], signal.SIGKILL)
+        assert answers(llm, mark) == expected
 
 
 @pytest.mark.parametrize(
@@ -74,16 +73,7 @@ def check(folder: str, mark: str, killed: bool, alone: dict[str, Any], **options
 )
 def test_every_bit_is_that_of_one_process(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     write, mark = MODELS[name]
-    check(str(write(tmp_path)), mark, killed=True, alone={}, **options)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)  # the interpreter in an engine's process is not quickened
-def test_every_bit_is_that_of_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    write, mark = MODELS["qwen3-vl"]
-    alone = {"device": "cuda", "num_blocks_override": 100}
-    check(str(write(tmp_path)), mark, killed=False, alone=alone, tensor_parallel_size=2)
+    check(str(write(tmp_path)), mark, **options)
 
 
 @pytest.mark.soak
