@@ -3,7 +3,7 @@
 #include "blocks/dequantize.h"
 #include "products/compact.h"
 #include "threads/pool.h"
-#include "products/int8_column.h"
+#include "products/int8.h"
 #include "products/quantized.h"
 #include "math/vector_math.h"
 

@@ -83,4 +83,8 @@ void int8_unpack(const Int8Work *work, Int8Group *to);
 void int8_quantize(const Gemm *args, int64_t begin, int64_t end);
 void int8_panels(const Gemm *args, int64_t first, int64_t last);
 
+/* Write the weights [depth] of one column, as of an embedding table that is also the head: the bfloat16 numbers that
+ * dequantize.h gives, but for the signs of zeros and for scales of MXFP4 below 2 ** -126, which are zeros. */
+void int8_column(const void *weights, int64_t depth, int64_t column, float *out);
+
 #endif

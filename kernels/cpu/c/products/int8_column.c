@@ -1,5 +1,3 @@
-#include "products/int8_column.h"
-
 #include "products/int8_block.h"
 
 /* Write the weights of one column of a panel of bfloat16 numbers. */
