@@ -60,9 +60,6 @@ enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 4 };
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
 #endif
 
-/* Most unpacked groups at once: the first level cache keeps them. */
-enum { SLICE_GROUPS = VECTOR_BYTES == 32 ? 12 : 24 };
-
 typedef void (*Int8Function)(const Int8Work *work);
 typedef struct {
     Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1]; /* [rows - 1][function_type_of()] */

@@ -13,6 +13,9 @@ enum { INT8_PREFETCH_BYTES = 2048 };
 enum { ALL_GROUPS = 1 << 20 };
 INLINE int visited_groups(const int is_unpacked) { return is_unpacked || VECTOR_BYTES != 32 ? ALL_GROUPS : 1; }
 
+/* Most unpacked groups at once: the first level cache keeps them. */
+enum { SLICE_GROUPS = VECTOR_BYTES == 32 ? 12 : 24 };
+
 /* Vectors of columns at once. */
 #if defined(__AVX2__) || defined(WITH_NEON)
 enum { INT8_VECTORS = 2 };
@@ -248,7 +251,7 @@ INLINE int steps_in_16_bits(const int type, const int is_unpacked) {
 }
 
 /* Load step s of a group. */
-INLINE void load_step(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
+INLINE void load_codes_of_step(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
                       const int is_unpacked) {
     Words two[2][PANEL_VECTORS];
     load_two_steps(two, parts->codes, s / 2 * 2, parts->levels, type, is_unpacked, INT8_VECTORS);
@@ -265,7 +268,7 @@ INLINE void sum_in_16_bits(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupPart
     for (int step = 0; step < count; step++) {
         Words codes[INT8_VECTORS];
         __m256i sizes[INT8_VECTORS];
-        load_step(codes, parts, s + step, type, is_unpacked);
+        load_codes_of_step(codes, parts, s + step, type, is_unpacked);
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++)
             sizes[i] = is_wide(type) ? _mm256_abs_epi8((__m256i)codes[i]) : (__m256i)codes[i];
