@@ -311,11 +311,8 @@ class ModelRunner:
             self.sampling.add(new)
         for pooling in plan.added_pooling:
             self.pooling.add(pooling)
-        self.apply_features(plan)
-
-    def apply_features(self, plan: SchedulerOutput) -> None:
-        """Apply what a plan says of features."""
-        self._feature_rows.apply(plan)
+        if self._feature_rows.of_row or plan.features or plan.freed_encoder_inputs or plan.image_parts:
+            self._feature_rows.apply(plan)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         """Return the model's inputs for a plan that has already been applied to the table."""

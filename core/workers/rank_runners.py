@@ -177,7 +177,7 @@ class FollowingRunner(FollowsTrials):
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run this rank's part of one step. The output is not used."""
         self.apply_blocks(plan)
-        self.apply_features(plan)
+        self._feature_rows.apply(plan)
         self.model.wake()
         inputs = self.prepare(plan)
         sampled = self._obey(self.forward(inputs))
