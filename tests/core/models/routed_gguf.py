@@ -30,11 +30,12 @@ ROUTED_GGUF_CASES = {
 def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor] | None:
     """The file's tensors of one of the model's; None: it has the usual name."""
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
-    if ".feed_forward.experts." in name:  # Llama 4's are [experts, in, out]
+    is_llama4 = config.model_type == "llama4_text"
+    if is_llama4 and ".feed_forward.experts." in name:  # these are [experts, in, out]
         parts = ("gate", "up") if "gate_up_proj" in name else ("down",)
         halves = tensor.transpose(1, 2).chunk(len(parts), 1)
         return {f"{block}.ffn_{part}_exps.weight": half.contiguous() for part, half in zip(parts, halves, strict=True)}
-    if "feed_forward.router" in name:
+    if is_llama4 and "feed_forward.router" in name:
         return {f"{block}.ffn_gate_inp.weight": tensor}
     if "e_score_correction" in name:
         return {f"{block}.exp_probs_b.bias": tensor.flatten()}
