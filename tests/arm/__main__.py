@@ -47,8 +47,10 @@ def say(python: Path, folder: Path, cpu: str, case: tuple[str, ...]) -> dict[str
 
 
 def agree(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    """Return whether two machines say the same. numpy's exp(), by which log probabilities are made, has other last bits
-    on another architecture."""
+    """Return whether two machines say the same.
+
+    NumPy's float32 exp(), by which log probabilities are made, has other last bits on another architecture.
+    """
     pairs = zip(left["logprobs"], right["logprobs"], strict=True)
     return left["tokens"] == right["tokens"] and all(
         abs(float.fromhex(one) - float.fromhex(other)) <= _LAST_BITS for one, other in pairs
