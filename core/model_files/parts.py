@@ -100,6 +100,7 @@ def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
         "routed MLPs": model.experts is not None and is_on_device,
         "latent attention": model.latent is not None and is_on_device,
         "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
+        "hidden states in several streams": model.streams is not None and is_on_device,
         "layers with other heads": model.full_heads is not None and not _is_nested(model),
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

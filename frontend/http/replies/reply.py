@@ -286,7 +286,7 @@ class Reply:
             self._write_failure(self._failure)
         elif self.is_streamed:
             if self._store is not None and not self.num_going and self._closing is None:
-                self._make(1, self._close, partial(setattr, self, "_closing"), self._store)
+                self._make(1, partial(self._close, tuple(self.parts)), partial(setattr, self, "_closing"), self._store)
             else:
                 self._write_events(now)
         elif not self.num_going:
@@ -379,8 +379,9 @@ class Reply:
                 one.forget_logprobs()
         return body
 
-    def _close(self) -> bytes:
-        self._prove(self.parts)
+    def _close(self, parts: Sequence[Part]) -> bytes:
+        """Return the end of a stream. parts: the reply's, which has none any more once it has been ended."""
+        self._prove(parts)
         return self._format.closing(self.usage)
 
     def _prove(self, parts: Sequence[Part]) -> None:
@@ -399,7 +400,7 @@ class Reply:
         pending.clear()
         is_last = not self.num_going
         if is_last:
-            body += self._close() if self._closing is None else self._closing
+            body += self._close(self.parts) if self._closing is None else self._closing
         if not self._is_started:
             self.first_token_at = now
             body = self._begin_stream() + body

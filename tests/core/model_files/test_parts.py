@@ -34,7 +34,7 @@ def test_ranks_are_no_more_than_the_columns_of_an_expert() -> None:
         check_parts(Path("model"), EngineConfig(), narrow, 4, 1)
 
 
-@pytest.mark.parametrize("kind", ["experts", "latent attention", "norms after"])
+@pytest.mark.parametrize("kind", ["experts", "latent attention", "norms after", "streams and sparse gates"])
 def test_ranks_on_gpus_divide_less(kind: str) -> None:
     check_parts(Path("model"), EngineConfig(), KINDS[kind], 2, 1)
     with pytest.raises(ConfigError, match="which cannot be split among ranks"):
