@@ -54,7 +54,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 class Assistant:
     """The weights and the forward pass of an assistant, on the C kernels.
 
-    Where ranks have a part of the model each, they run its layers together: each attends with the heads whose K and V
+    If ranks have a part of the model each, they run its layers together: each attends with the heads whose K and V
     it has. The first rank does the rest, and tells the others.
     """
 

@@ -46,8 +46,8 @@ class EncoderInputs:
     (core/process/resolve.py), so no request waits forever.
 
     A large image is encoded in parts (FeatureUse.num_parts): one image at a time, one part in each step, next to the
-    others' tokens. Chunks end before it until its embeddings are there. What is made of it is dropped if its request
-    ends before that and no other needs it.
+    others' tokens. Chunks end before it until its embeddings are there. If its request ends before that and no
+    other needs it, the next plan drops what was made of it.
 
     The executor has the embeddings. This is the record of them: a plan says which images it encodes and which
     embeddings it drops first, the least recently used ones. They belong to no request: a preempted one finds its

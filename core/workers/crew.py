@@ -65,6 +65,7 @@ class Crew:
         self._channels: list[Channel] = []
         self._processes: list[WorkerProcess] = []
         self.failure: Failed | None = None  # the first one reported by a worker
+        self.is_waiting = False  # for the engine, which takes no results while it encodes images
         self.running: deque[tuple[float, int]] = deque()  # (start in monotonic seconds, number of tokens) of steps
         self.num_taken = 0  # number of steps whose results were taken
         self._num_sent = 0  # number of plans

@@ -159,11 +159,18 @@ class WorkersExecutor:
         if self.adapters is not None:
             self._send_adapters(self.adapters, plan)
         if self._feature_sender is not None:
-            for message in self._feature_sender.messages(plan, self._serving.features):
-                self._serving.tell(message)
+            self._send_features(self._feature_sender, plan)
         self._serving.running.append((time.monotonic(), num_tokens))
         self._serving.run(encode_plan(plan))
         return _Step(self, self._serving, plan.step, len(plan.rows))
+
+    def _send_features(self, sender: "FeatureSender", plan: SchedulerOutput) -> None:
+        """Encode the plan's images, and send the workers the rows that they need."""
+        crew = self._serving
+        crew.is_waiting = True
+        for message in sender.messages(plan, crew.features):
+            crew.tell(message)
+        crew.is_waiting = False
 
     def _send_adapters(self, adapters: "Adapters", plan: SchedulerOutput) -> None:
         """Give the workers the adapters that start to be used, and let them forget those that are gone."""
@@ -274,7 +281,7 @@ class WorkersExecutor:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             now = time.monotonic()
-            is_same = seen == crew.num_taken and len(crew.running) > 0
+            is_same = seen == crew.num_taken and len(crew.running) > 0 and not crew.is_waiting
             still_s = still_s + min(now - looked_at, _LOOK_S) if is_same else 0.0
             seen, looked_at = crew.num_taken, now
             if still_s and self._is_hung(crew, still_s):

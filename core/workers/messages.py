@@ -98,7 +98,7 @@ class DropAdapters(msgspec.Struct, frozen=True, array_like=True, tag=22):
 
 
 class AddFeature(msgspec.Struct, frozen=True, array_like=True, tag=23, gc=False):
-    """The rows of a feature that rows of later plans have. rows: float32 [rows, width]."""
+    """The next rows of a feature that rows of later plans have. rows: float32 [rows, width]."""
 
     digest: bytes
     width: int

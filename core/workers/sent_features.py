@@ -15,11 +15,16 @@ from core.model_files.loading import load_vision
 from core.model_files.model_config import read_model_config
 from core.runner.feature_rows import EncoderShape, FeatureRows
 from core.workers.messages import AddFeature, DropFeatures
+from ipc.errors import ConfigError
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.workers import drafts_by_model
 from ipc.tables.arrays import Floats
 from kernels.elements import ELEMENT_TYPES
+
+#: Most bytes of rows in one message: a channel takes no message of a gigabyte, as the largest images would need.
+MESSAGE_BYTES = 1 << 26
 
 
 class FeatureSender:
@@ -49,8 +54,10 @@ class FeatureSender:
             yield DropFeatures(sorted(gone))
         for digest in sorted(needed - held):
             held.add(digest)
-            found = self._features.find(digest)
-            yield AddFeature(digest, found.shape[1], np.ascontiguousarray(found, np.float32).tobytes())
+            found = np.ascontiguousarray(self._features.find(digest), np.float32)
+            count = max(1, MESSAGE_BYTES // found[:1].nbytes)
+            for first in range(0, len(found), count):
+                yield AddFeature(digest, found.shape[1], found[first : first + count].tobytes())
 
 
 class ReceivedFeatures:
@@ -65,8 +72,10 @@ class ReceivedFeatures:
         self._rows: dict[bytes, Floats] = {}
 
     def add(self, message: AddFeature) -> None:
-        """Keep the rows of a feature."""
-        self._rows[message.digest] = np.frombuffer(message.rows, np.float32).reshape(-1, message.width)
+        """Keep rows of a feature, behind those that have come before."""
+        rows = np.frombuffer(message.rows, np.float32).reshape(-1, message.width)
+        earlier = self._rows.get(message.digest)
+        self._rows[message.digest] = rows if earlier is None else np.concatenate((earlier, rows))
 
     def forget(self, digests: Iterable[bytes]) -> None:
         """Forget features."""
@@ -91,9 +100,15 @@ class ReceivedFeatures:
 def sent_features(config: EngineConfig, dtype: str) -> Features | None:
     """Return the features of an engine whose workers read them. dtype: the model's.
 
-    Errors: those of the model's files, for its encoder of images.
+    Errors: those of the model's files, for its encoder of images; ConfigError for a scheduler that may not plan images.
     """
     path = resolve_model(config.model)
     encoder = load_vision(path, ELEMENT_TYPES[dtype], config)
+    has_images = encoder is not None and config.limit_mm_per_prompt.get("image") != 0
+    if has_images and config.scheduler_cls != BUILT_IN_SCHEDULER:
+        raise ConfigError(
+            f"scheduler_cls={config.scheduler_cls!r} may plan no images, whose rows workers are sent as plans say: "
+            "leave it out, or set limit_mm_per_prompt to image=0"
+        )
     drafts = drafts_by_model(config) and not has_assistant(config)
     return features_for(config, read_model_config(path, config.mmproj), encoder, drafts=drafts)

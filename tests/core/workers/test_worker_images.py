@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.workers.sent_features import sent_features
 from engine_core import LLM, SamplingParams
+from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 from tests.core.models import gemma3_checkpoint, gemma4_images_checkpoint, grid_checkpoints, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
 from tests.core.workers.test_worker_tiers import children_of
@@ -74,6 +77,31 @@ def check(folder: str, mark: str, **options: Any) -> None:
 def test_every_bit_is_that_of_one_process(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     write, mark = MODELS[name]
     check(str(write(tmp_path)), mark, **options)
+
+
+#: Large images for tiny ones, and messages of a few rows: the engine imports this before everything else.
+_IN_PARTS = """
+import core.models.encoder_run as encoder_run
+import core.workers.sent_features as sent_features
+encoder_run.PART_WORK, sent_features.MESSAGE_BYTES = 1 << 18, 1 << 10
+"""
+
+
+def test_images_that_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps have parts of an image and no rows, and an image's rows arrive in several messages."""
+    (tmp_path / "sitecustomize.py").write_text(_IN_PARTS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    monkeypatch.setenv("ENGINE_CORE_TESTS_EXEC", "1")
+    write, mark = MODELS["qwen3-vl"]
+    check(str(write(tmp_path)), mark, tensor_parallel_size=2)
+
+
+def test_a_scheduler_that_may_plan_no_images_is_refused(tmp_path: Path) -> None:
+    path = str(MODELS["qwen3-vl"][0](tmp_path))
+    with pytest.raises(ConfigError, match="scheduler_cls='mine:create' may plan no images"):
+        sent_features(EngineConfig(model=path, scheduler_cls="mine:create"), "float32")
+    config = EngineConfig(model=path, scheduler_cls="mine:create", limit_mm_per_prompt={"image": 0})
+    assert sent_features(config, "float32") is not None
 
 
 @pytest.mark.soak
