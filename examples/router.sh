@@ -11,7 +11,8 @@ done
 engine-core route --listen "ipc://$folder/router.sock" --replica "ipc://$folder/a.sock" "ipc://$folder/b.sock" &
 
 for _ in $(seq 120); do  # until the router has found both engines
-  engine-core control replicas --connect "ipc://$folder/router.sock" >"$folder/replicas" 2>/dev/null && break
+  engine-core control replicas --connect "ipc://$folder/router.sock" >"$folder/replicas" 2>/dev/null || true
+  [ "$(grep -c ' open ' "$folder/replicas")" = 2 ] && break
   sleep 0.5
 done
 cat "$folder/replicas"
