@@ -9,6 +9,7 @@ import numpy as np
 from core.model_files.gguf.gguf_pixtral import read_gguf_pixtral
 from core.model_files.gguf.gguf_pooled import read_gguf_pooled
 from core.model_files.gguf.gguf_siglip2 import read_gguf_siglip2
+from core.model_files.gguf.grid_blocks_gguf import block_sizes, tensor_name
 from core.model_files.settings.grid_settings import max_rows, rope_axes
 from core.model_files.settings.values import Values
 from core.model_files.tensors.weights import load_tensors
@@ -78,11 +79,10 @@ def with_grid(
 def _read(path: Path, row: GridArchitecture) -> GridParts:
     header = read_gguf(path)
     values = Values(header.metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
-    width, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
-    layers, patch = values.integer("num_hidden_layers"), values.integer("patch_size")
+    sizes = block_sizes(values)
+    width, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
     merge = values.integer("spatial_merge_size", row.defaults["spatial_merge_size"])
-    if width % heads or width // heads % 4:
-        values.fail("hidden_size", f"must be a multiple of 4 * {values.key('num_attention_heads')}={4 * heads}")
+    unit = sizes["patch_size"] * merge
     up, table = header.tensors.get("v.blk.0.ffn_up.weight"), header.tensors.get("v.position_embd.weight")
     inner = 1 if up is None else up.shape[0] if up.shape[-1] == width else up.shape[-1]
     side = 0 if table is None else math.isqrt(table.shape[0])
@@ -91,14 +91,11 @@ def _read(path: Path, row: GridArchitecture) -> GridParts:
     if flags is not None and (not isinstance(flags, list) or len(flags) != layers):
         values.fail("deepstack", f"must be a list of {layers} values, got {flags!r:.80}")
     return GridParts(
-        hidden_size=width,
+        **sizes,
         intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        patch_size=patch,
         frames=2,
         merge_size=merge,
-        max_rows=max_rows(pixel_bounds(header.metadata)[1], patch * merge),
+        max_rows=max_rows(pixel_bounds(header.metadata)[1], unit),
         norm_eps=1e-6,
         is_centred=row.is_centred,
         hidden_act=row.defaults["hidden_act"],
@@ -106,9 +103,7 @@ def _read(path: Path, row: GridArchitecture) -> GridParts:
         patch_bias=row.patch_bias,
         rope_theta=10_000.0,
         positions_per_side=side if row.positions else 0,
-        window=max(1, values.integer("window_size", row.defaults["window_size"]) // (patch * merge))
-        if row.windows
-        else 0,
+        window=max(1, values.integer("window_size", row.defaults["window_size"]) // unit) if row.windows else 0,
         full_layers=tuple(range(every - 1, layers, every)) if row.windows else (),
         deep_layers=tuple(np.flatnonzero(flags).tolist()) if flags else (),
         image_mean=values.colours("image_mean"),
@@ -170,10 +165,7 @@ def _file_name(name: str, parts: GridParts, *, is_swapped: bool) -> str:
     stem, _, kind = name.rpartition(".")
     if stem == "patches" and kind.isdigit():
         return "v.patch_embd.weight" if kind == "0" else f"v.patch_embd.weight.{kind}"
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".")
-        return f"v.blk.{layer}.{names[part]}.{kind}"
     if stem.startswith("deep."):
         _, index, part = stem.split(".")
         return f"v.deepstack.{parts.deep_layers[int(index)]}.{names[part] if part != 'norm' else part}.{kind}"
-    return f"{names[stem]}.{kind}"
+    return tensor_name(name, names)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.model_files.gguf.grid_blocks_gguf import block_sizes, tensor_name
 from core.model_files.settings.pixtral_settings import most_rows, pixtral_parts
 from core.model_files.settings.values import Values
 from core.model_files.tensors.weights import load_tensors
@@ -52,16 +53,13 @@ def read_gguf_pixtral(path: Path, text: ModelConfig) -> GridParts:
     header = read_gguf(path)
     metadata, is_plain = header.metadata, "mm.patch_merger.weight" not in header.tensors
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
-    sizes = {name: values.integer(name) for name in names}
-    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    sizes = block_sizes(values)
     merge = 1 if is_plain else values.integer("spatial_merge_size", 1)
-    if width % heads or width // heads % 4:
-        values.fail("hidden_size", f"must be a multiple of 4 * {values.key('num_attention_heads')}={4 * heads}")
     return pixtral_parts(
         merge_first=not is_plain,
         plain_merger=is_plain,
         **sizes,
+        intermediate_size=values.integer("intermediate_size"),
         merge_size=merge,
         max_rows=most_rows(values.integer("image_size"), sizes["patch_size"] * merge),
         hidden_act="silu" if metadata.get("clip.use_silu") else "gelu",
@@ -95,8 +93,4 @@ def _half_by_half(weights: Iterator[tuple[str, Weight]], heads: int, dtype: Dtyp
 def _file_name(name: str) -> str:
     if name == "break.weight":
         return "v.token_embd.img_break"
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".")
-        return f"v.blk.{layer}.{_NAMES[part]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
+    return tensor_name(name, _NAMES)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from core.model_files.gguf.grid_blocks_gguf import block_sizes, tensor_name
 from core.model_files.settings.siglip2_settings import siglip2_parts, tile_rows
 from core.model_files.settings.values import GREY, Values
 from core.model_files.tensors.weights import load_tensors
@@ -45,16 +46,13 @@ def read_gguf_siglip2(path: Path) -> GridParts:
     """Return the encoder in a file found by projector_of(). Errors: ModelFileError."""
     header = read_gguf(path)
     values = Values(header.metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
-    sizes = {name: values.integer(name) for name in names}
-    width, heads, merge = sizes["hidden_size"], sizes["num_attention_heads"], values.integer("scale_factor", 2)
-    if width % heads or width // heads % 4:
-        values.fail("hidden_size", f"must be a multiple of 4 * {values.key('num_attention_heads')}={4 * heads}")
+    sizes, merge = block_sizes(values), values.integer("scale_factor", 2)
     shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
     side = math.isqrt(shapes.get("v.position_embd.weight", (0,))[-2:][0])
     nothing = Values({}, str(path))  # the processor's settings, which files do not have
     return siglip2_parts(
         **sizes,
+        intermediate_size=values.integer("intermediate_size"),
         merge_size=merge,
         max_rows=tile_rows(nothing, sizes["patch_size"] * merge),
         norm_eps=float(f"{values.number('layer_norm_eps', 0.0, 1.0, 1e-6):.7g}"),
@@ -70,12 +68,4 @@ def read_gguf_siglip2(path: Path) -> GridParts:
 def open_gguf_siglip2(path: Path, parts: GridParts, hidden_size: int, dtype: Dtype) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) of grid_shapes(). Errors: ModelFileError, UnsupportedModelError."""
     shapes = grid_shapes(parts, hidden_size)
-    return load_tensors(path, {name: _file_name(name) for name in shapes}, shapes, None, dtype)
-
-
-def _file_name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    if stem.startswith("layers."):
-        _, layer, part = stem.split(".")
-        return f"v.blk.{layer}.{_NAMES[part]}.{kind}"
-    return f"{_NAMES[stem]}.{kind}"
+    return load_tensors(path, {name: tensor_name(name, _NAMES) for name in shapes}, shapes, None, dtype)

@@ -7,12 +7,15 @@ import msgspec
 import numpy as np
 
 from core.engine import EngineCore
+from core.features.store import Features
 from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
 from ipc.params.sampling_params import SamplingParams
+from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.messages import AddRequest
+from tests.core.runner.given_features import with_features
 from tests.core.runner.invariance import TARGET, Recorder, Run, neighbours, request, run
 
 PROMPT: list[int] = np.random.default_rng(7).integers(1, 500, 300).tolist()
@@ -138,3 +141,19 @@ class Preempting:
             if self._forgets:
                 engine.scheduler.reset_prefix_cache()
         return []
+
+
+def run_with_features(name: str, model: Llama, given: tuple[Features, Sequence[FeatureUse]], **target: Any) -> Run:
+    """The target with features in a scenario; what has filled the cache before it has them, too."""
+    group, settings = SCENARIOS[name][0], dict(SCENARIOS[name][1])
+    features, uses = given
+    settings["first"] = [with_features(one, features, uses) for one in settings.get("first", ())]
+    beside = list(settings.get("neighbours", ()))
+    if beside:
+        beside[1:1] = [with_features(request(900, PROMPT, 20, 0.0), features, uses)]
+    got = run(model, PROMPT, features=features, uses=uses, **{**settings, "neighbours": beside}, **target)
+    if group == "preempted":
+        assert got.num_preemptions > 0, "the target was not preempted: the pool is too large"
+    if group == "cached":
+        assert got.num_cached_tokens > 200, f"only {got.num_cached_tokens} tokens came from the prefix cache"
+    return got

@@ -18,8 +18,8 @@ from kernels.cpu.library import load_cpu_library
 from kernels.elements import to_floats
 from tests.core.hostile_drafts import speculative
 from tests.core.runner.given_features import with_features
-from tests.core.runner.invariance import DTYPES, Run, difference, request, run, tiny_model
-from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS
+from tests.core.runner.invariance import DTYPES, difference, request, run, tiny_model
+from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS, run_with_features
 
 PLACES = ((5, 40), (45, 64), (130, 33), (262, 28))  # (first token, tokens): side by side, and across blocks
 
@@ -43,29 +43,12 @@ def given_rows(model: Llama, prompt: list[int]) -> tuple[Features, list[FeatureU
     return features, uses
 
 
-def with_rows(name: str, model: Llama, **target: Any) -> Run:
-    """The target with features in a scenario; what has filled the cache before it has them, too."""
-    group, given = SCENARIOS[name]
-    settings = dict(given)
-    features, uses = given_rows(model, PROMPT)
-    settings["first"] = [with_features(one, features, uses) for one in settings.get("first", ())]
-    beside = list(settings.get("neighbours", ()))
-    if beside:
-        beside[1:1] = [with_features(request(900, PROMPT, 20, 0.0), features, uses)]
-    got = run(model, PROMPT, features=features, uses=uses, **{**settings, "neighbours": beside}, **target)
-    if group == "preempted":
-        assert got.num_preemptions > 0, "the target was not preempted: the pool is too large"
-    if group == "cached":
-        assert got.num_cached_tokens > 200, f"only {got.num_cached_tokens} tokens came from the prefix cache"
-    return got
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_of_embeddings_give_the_bits_of_their_tokens(dtype: str) -> None:
     model = tiny_model(DTYPES[dtype])
     alone = run(model, PROMPT)
     for name in ("among 32", "chunks of 37", "preempted", "from the prefix cache"):
-        assert difference(with_rows(name, model), alone) == "", name
+        assert difference(run_with_features(name, model, given_rows(model, PROMPT)), alone) == "", name
 
 
 @pytest.mark.soak
@@ -76,14 +59,14 @@ def test_in_all_scenarios_of_all_variants(dtype: str, variant: str) -> None:
         model = tiny_model(DTYPES[dtype], kind, variant)
         alone = run(model, PROMPT)
         for name in SCENARIOS:
-            assert difference(with_rows(name, model), alone) == "", (kind, name)
+            assert difference(run_with_features(name, model, given_rows(model, PROMPT)), alone) == "", (kind, name)
 
 
 def test_rows_are_not_scaled_as_embeddings_are() -> None:
     """The rows of the test are scaled already: scaled again, the bits would be others."""
     model = tiny_model(DTYPES["float32"], "local and global")
     assert model.embedding.scale != 1  # type: ignore[attr-defined]
-    assert difference(with_rows("chunks of 37", model), run(model, PROMPT)) == ""
+    assert difference(run_with_features("chunks of 37", model, given_rows(model, PROMPT)), run(model, PROMPT)) == ""
 
 
 def test_a_chunk_of_one_token_may_be_of_a_feature() -> None:

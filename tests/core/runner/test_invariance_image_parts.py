@@ -1,7 +1,6 @@
 """A large image is encoded in parts by steps that also have others' tokens: no bit of any request changes."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +19,8 @@ from ipc.wire.messages import Abort
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.runner.given_features import with_features
-from tests.core.runner.invariance import DTYPES, Recorder, Run, difference, request, run, tiny_model
-from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS
+from tests.core.runner.invariance import DTYPES, Recorder, difference, request, run, tiny_model
+from tests.core.runner.invariance_scenarios import PROMPT, run_with_features
 from tests.placed_images import placed_image
 
 PARTS = GridParts(
@@ -80,22 +79,6 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_run, "PART_WORK", 400_000)
 
 
-def in_scenario(name: str, model: Llama, **target: Any) -> Run:
-    group, given = SCENARIOS[name]
-    settings = dict(given)
-    features, uses = images(model)
-    settings["first"] = [with_features(one, features, uses) for one in settings.get("first", ())]
-    beside = list(settings.get("neighbours", ()))
-    if beside:
-        beside[1:1] = [with_features(request(900, PROMPT, 20, 0.0), features, uses)]
-    got = run(model, PROMPT, features=features, uses=uses, **{**settings, "neighbours": beside}, **target)
-    if group == "preempted":
-        assert got.num_preemptions > 0, "the target was not preempted: the pool is too large"
-    if group == "cached":
-        assert got.num_cached_tokens > 200, f"only {got.num_cached_tokens} tokens came from the prefix cache"
-    return got
-
-
 class Watcher:
     """Notes the numbers of the requests with tokens in each step that has a part of an image."""
 
@@ -119,7 +102,7 @@ def test_bits_are_the_requests_own(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     assert encoder is not None
     assert [encoder.num_parts(use.num_rows) for use in uses] == [11, 1, 7]
     for name in NAMES:
-        assert difference(in_scenario(name, model), alone) == "", name
+        assert difference(run_with_features(name, model, images(model)), alone) == "", name
     features, uses = images(model)
     assert difference(run(model, PROMPT, features=features, uses=uses, depth=2), alone) == ""
 

@@ -12,8 +12,8 @@ from ipc.tables.arrays import Floats, UInt8s
 from ipc.wire.feature_messages import FeatureUse
 from kernels.cpu.library import load_cpu_library
 from tests.core.runner.given_features import with_features
-from tests.core.runner.invariance import DTYPES, Run, difference, request, run, tiny_model
-from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS
+from tests.core.runner.invariance import DTYPES, difference, request, run, tiny_model
+from tests.core.runner.invariance_scenarios import PROMPT, run_with_features
 from tests.placed_images import SquareEncoder, placed_image
 
 ROWS = 24
@@ -50,22 +50,6 @@ def images(model: Llama, numbers: Sequence[int] = (1, 2, 3, 4), **encoder: Any) 
     return features, uses
 
 
-def in_scenario(name: str, model: Llama, **target: Any) -> Run:
-    group, given = SCENARIOS[name]
-    settings = dict(given)
-    features, uses = images(model)
-    settings["first"] = [with_features(one, features, uses) for one in settings.get("first", ())]
-    beside = list(settings.get("neighbours", ()))
-    if beside:
-        beside[1:1] = [with_features(request(900, PROMPT, 20, 0.0), features, uses)]
-    got = run(model, PROMPT, features=features, uses=uses, **{**settings, "neighbours": beside}, **target)
-    if group == "preempted":
-        assert got.num_preemptions > 0, "the target was not preempted: the pool is too large"
-    if group == "cached":
-        assert got.num_cached_tokens > 200, f"only {got.num_cached_tokens} tokens came from the prefix cache"
-    return got
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "local and global"])
 def test_bits_are_the_requests_own(dtype: str, kind: str) -> None:
@@ -73,7 +57,7 @@ def test_bits_are_the_requests_own(dtype: str, kind: str) -> None:
     features, uses = images(model)
     alone = run(model, PROMPT, features=features, uses=uses)
     for name in NAMES if kind == "plain" else NAMES[2:4]:
-        assert difference(in_scenario(name, model), alone) == "", name
+        assert difference(run_with_features(name, model, images(model)), alone) == "", name
     features, uses = images(model, sees_whole=False)
     assert difference(run(model, PROMPT, features=features, uses=uses), alone) != ""
 
