@@ -31,6 +31,7 @@ from core.models.operations.weight_form import WeightForm, best_form
 from core.models.parts.rank import Rank
 from core.models.parts.stage import Stage
 from core.models.parts.stage_llama import StageLlama
+from core.models.parts.stage_streams import StageStreams
 from core.models.pooled_encoder import PooledEncoder
 from core.models.vision_encoder import VisionEncoder
 from core.pooling.pooler import Pooler
@@ -324,7 +325,8 @@ def _native(
         if stage is None:
             llama = Llama(model, weights, dtype, config.numerics, **options)
         else:
-            llama = StageLlama(model, weights, dtype, stage, numerics=config.numerics, **options)
+            of_stage = StageLlama if model.streams is None else StageStreams
+            llama = of_stage(model, weights, dtype, stage, numerics=config.numerics, **options)
         if config.max_model_len is not None:  # known from the start for a resolved config
             llama.settle_length(config.max_model_len)
         return llama

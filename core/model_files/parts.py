@@ -42,9 +42,6 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
-    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None):
-        what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
-        raise ConfigError(f"{path} has {what}, which cannot be split among stages: leave pipeline_parallel_size out")
     if num_stages > 1:
         layers_of_stages(model, num_stages)
     if num_ranks == 1:

@@ -106,6 +106,9 @@ class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     vocab_size: int  # tokens that have such inputs: at least those of the model
     given_id: int = 0  # the token whose rows of the table the tokens of images have
+    #: Of some layers of a model: how many come before them, and how many the table has; 0 = those of the config.
+    first_layer: int = 0
+    row_layers: int = 0
 
 
 class StreamParts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layers.layer_kinds import places, windows
 from core.models.layers.rope_scaling import LongropeScaling
 from core.models.layers.stream_layers import run_layers
-from core.models.layers.streams import build_streams
+from core.models.layers.streams import ModelStreams, build_streams
 from core.models.operations.cpu_operations import CpuOperations, TakePacked, lora_rows
 from core.models.operations.operations import (
     AdaptingOperations,
@@ -54,6 +54,11 @@ def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
     return _rounded_root(config.hidden_size, dtype)
 
 
+def blocks_per_page(operations: Operations, whole: ModelConfig) -> int:
+    """Return how many blocks a page has; 0: layers have blocks in common. whole: the model of which this may be a part."""
+    return operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) and whole.streams is None else 0
+
+
 def _rounded_root(width: int, dtype: Dtype) -> float:
     return float(to_floats(rounded(np.array([width**0.5], np.float32), dtype)).item())
 
@@ -69,9 +74,12 @@ def per_layer_inputs(
     if config.per_layer is None:
         return None
     table = parts.take_matrix("model.embed_tokens_per_layer.weight")
-    projection = parts.take_matrix("model.per_layer_model_projection.weight")
+    projection, own = parts.take_matrix("model.per_layer_model_projection.weight"), config.per_layer
+    if own.row_layers:
+        first = own.first_layer * own.width
+        projection = projection.rows(first, first + config.num_hidden_layers * own.width)
     norm, half = parts.take("model.per_layer_projection_norm.weight"), 0.5**0.5
-    scale = _rounded_root(config.per_layer.width, dtype) * half
+    scale = _rounded_root(own.width, dtype) * half
     eps = config.rms_norm_eps * config.hidden_size
     assert isinstance(operations, LayerwiseOperations), type(operations)
     return operations.per_layer_inputs(table, projection, norm * np.float32(half), scale=scale, eps=eps)
@@ -130,15 +138,13 @@ class Llama:
         self.windows = self.windows_of_model = windows(config)
         self._places = places(config)
         #: Of split_cache(); 0: layers with and without a window have their blocks in common.
-        self.num_blocks_per_page = (
-            operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) and config.streams is None else 0
-        )
+        self.num_blocks_per_page = blocks_per_page(operations, whole)
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
         self.classifier: Numbers | None = None  # [labels, hidden]; for a classifier of prompts
         head = self._build_begin(parts)
         self.per_layer = per_layer_inputs(operations, parts, config, dtype)
-        self.streams = build_streams(operations, parts, config)
+        self.streams = self._build_streams(parts)
         self.layers = self._build_layers(parts)
         self._build_end(parts, head)
         self.decoder = self._build_decoder(whole, rank)
@@ -160,6 +166,9 @@ class Llama:
             places = to_floats(parts.take_matrix("model.embed_positions.weight").dense(FLOAT32)).copy()
         scale = embedding_scale(self.config, self.dtype)
         self.embedding = self.operations.embedding(table, scale, head, places)
+
+    def _build_streams(self, parts: WeightParts) -> ModelStreams | None:
+        return build_streams(self.operations, parts, self.config)
 
     def _build_layers(self, parts: WeightParts) -> list[Layer]:
         indices = range(self.config.num_hidden_layers)
@@ -198,9 +207,10 @@ class Llama:
 
     def gather(self, parts: GatheredParts) -> None:
         """Put the results of a rank's operations, which run one by one, together with those of the others."""
-        assert self.head is not None, "a decoder has a head"
         self.layers = [parts.layer(layer, index) for index, layer in enumerate(self.layers)]
-        self.embedding, self.head = parts.embedding(self.embedding), parts.head(self.head)
+        self.embedding = parts.embedding(self.embedding)
+        if self.head is not None:
+            self.head = parts.head(self.head)
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.head(weight, bias)
@@ -262,8 +272,8 @@ class Llama:
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers.
 
-        The C decoder keeps it for StepResult.states_of(), hidden_states() appends it to a list. places: from 1 to the
-        number of layers. Call it before the first step.
+        The C decoder keeps it for StepResult.states_of(), and then 0 is a place too; hidden_states() appends it to a
+        list. places: from 1 to the number of layers. Call it before the first step.
         """
         self.taps = tuple(places)
         if self.decoder is not None:
@@ -356,6 +366,7 @@ class Llama:
             inputs.requests,
             inputs.window_slots,
             inputs.turned,
+            inputs.begun,
         )
 
     def hidden_states(self, inputs: ModelInputs, tapped: list[Tensor] | None = None) -> Tensor:

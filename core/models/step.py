@@ -22,6 +22,13 @@ class GivenRows(NamedTuple):
     rows: Tensor  # [F, (1 + deep) * hidden] float32
 
 
+class Begun(NamedTuple):
+    """What later layers still read of a step's tokens, if earlier ones were run elsewhere."""
+
+    token_ids: Ints  # [T]
+    embeddings: Floats  # [T, hidden] float32
+
+
 class ModelInputs(NamedTuple):
     """One step's T tokens, packed request after request; S of them get logits.
 
@@ -49,6 +56,8 @@ class ModelInputs(NamedTuple):
     #: Positions by which heads are rotated: [T], or [T, 3] if a token of an image has three (config.rope_axes). None:
     #: `positions`.
     turned: Tensor | None = None
+    #: If `given` is what earlier layers have made of the tokens, and layers have inputs of their own. None: it is not.
+    begun: Begun | None = None
 
 
 class StepResult(Protocol):

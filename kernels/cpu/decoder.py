@@ -86,6 +86,7 @@ class CpuDecoder:
     _window_slots: Ints | None = None  # the last step's, kept alive
     _turned: Ints | None = None  # the last step's, kept alive
     _deep: Floats | None = None  # the last step's, kept alive
+    _begun: tuple[Ints | Floats, ...] | None = None  # the last step's, kept alive
     _taps: tuple[int, ...] = ()  # see tap()
     _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
@@ -206,6 +207,7 @@ class CpuDecoder:
         requests: StateRows | None = None,
         window_slots: Ints | None = None,
         turned: Ints | None = None,
+        begun: tuple[Ints, Floats] | None = None,
     ) -> "DecoderResult":
         """Run one step.
 
@@ -214,7 +216,8 @@ class CpuDecoder:
         hidden] float32: the embeddings for token ids below 0, which are -1 - row, and what is added to their hidden
         states after the first layers. requests: where the recurrent states are. window_slots [T]: the slots in layers
         with a window; None = the same as in the others. turned: the positions by which heads are rotated, [T], or
-        [T, axes] if tokens have several; None = positions.
+        [T, axes] if tokens have several; None = positions. begun: if `given` is what other layers have made of the
+        tokens, what these layers' own inputs read: the tokens' ids [T] and embeddings [T, hidden] float32.
         Equal generations other than 0 mean that columns, plans, cache and the rest are the previous step's objects with
         new numbers.
         Then they are not read again: after the weights, each object that is touched costs microseconds.
@@ -227,6 +230,7 @@ class CpuDecoder:
             self._give(given)
             self._place_states(requests)
             self._turn(turned)
+            self._begin(begun)
             self._generation = generation
         if turned is None or turned.ndim == 1:
             longest = plans[0].arguments.longest if turned is None else int(turned.max()) + 1
@@ -241,10 +245,10 @@ class CpuDecoder:
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream of the tokens after these numbers of layers, for states().
 
-        places: from 1 to the number of layers. Call this before the first step.
+        places: from 0, of embeddings, to the number of layers. Call this before the first step.
         """
         num_layers = len(self._layers)
-        assert all(0 < place <= num_layers for place in places), (places, num_layers)
+        assert all(0 <= place <= num_layers for place in places), (places, num_layers)
         self._taps = tuple(places)
         for index, place in enumerate(self._inner_taps):
             self._layers[place].tap = index + 1
@@ -382,6 +386,12 @@ class CpuDecoder:
         step.num_deep = 0 if self._deep is None else self._deep.shape[1] // self._width
         step.deep = None if self._deep is None else self._deep.ctypes.data
         assert step.num_deep <= len(self._layers), step.num_deep
+
+    def _begin(self, begun: tuple[Ints, Floats] | None) -> None:
+        """Point the step to what is known of tokens of which other layers have run."""
+        self._begun = None if begun is None else tuple(map(np.ascontiguousarray, begun))
+        words, embeddings = (None, None) if self._begun is None else (each.ctypes.data for each in self._begun)
+        self._step.words, self._step.embeddings = words, embeddings
 
     def _turn(self, turned: Ints | None) -> None:
         """Point the step to the positions of its tokens' rotations, or to their own rows of cos and sin."""

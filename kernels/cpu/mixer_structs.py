@@ -51,8 +51,8 @@ class PerLayerInputsArguments(CStruct):
         ("width", INT64),
         *fields("num_layers dtype", INT32),
         ("eps", FLOAT),
-        ("reserved", INT32),
-        ("given_id", INT64),
+        ("first_layer", INT32),
+        *fields("given_id row_layers", INT64),
     )
 
 

@@ -26,15 +26,19 @@ class CpuPerLayerInputs:
         norm: Floats,
         eps: float,
         given_id: int = 0,
+        place: tuple[int, int] | None = None,
     ) -> None:
         """table: of rows [tokens * layers, width]. projection: to layers * width. norm [width] float32: of a layer's
-        part of the projection. given_id: the token whose rows of the table the tokens with ids below 0 have."""
+        part of the projection. given_id: the token whose rows of the table the tokens with ids below 0 have. place:
+        how many layers come first in the table, and how many it has; None = it has the same as the projection."""
         width = table.width
         assert projection.out_features % width == 0, (projection.out_features, width)
         assert width <= MAX_WIDTH, width
         self.table, self.projection, self.norm = table, projection, np.ascontiguousarray(norm, np.float32)
         self.num_layers = projection.out_features // width
         self.dtype: Dtype = projection.out_dtype
+        first_layer, row_layers = place or (0, self.num_layers)
+        assert first_layer + self.num_layers <= row_layers, (place, self.num_layers)
         #: The C struct; it points into this object.
         self.arguments = PerLayerInputsArguments(
             table=table.constants,
@@ -44,7 +48,9 @@ class CpuPerLayerInputs:
             num_layers=self.num_layers,
             dtype=ELEMENT_NUMBERS[self.dtype],
             eps=eps,
+            first_layer=first_layer,
             given_id=given_id,
+            row_layers=row_layers,
         )
         self._run = library.function("per_layer", ctypes.POINTER(PerLayerStepArguments))
 

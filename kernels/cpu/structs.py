@@ -309,6 +309,7 @@ class StepArguments(CStruct):
         ("lowered_stride", _INT64),
         *_fields("given rotations deep", _POINTER),
         ("num_deep", _INT64),
+        *_fields("words embeddings", _POINTER),
         *_fields("output_gates mixed states state_rows firsts saves", _POINTER),
         *_fields("state_stride mixed_stride num_requests", _INT64),
         *_fields("projected own_inputs router_x beside tail_q tail_attended tail_picked", _POINTER),

@@ -17,7 +17,7 @@ def run_layers(
     step: see Operations.step(). inputs: of single layers, for the tokens ids [T].
     """
     arithmetic, projected = streams.arithmetic, inputs.project(hidden)
-    every = arithmetic.begin(hidden, streams.before)
+    every = streams.begin(hidden)
     for index, layer in enumerate(layers):
         own = layer.streams
         assert own is not None, index
@@ -31,4 +31,4 @@ def run_layers(
         every = own.correct(predicted, after)
         added = layer.own_inputs(own.mixer.gated(every), inputs, ids, projected, index)
         every = arithmetic.with_added(every, added)
-    return arithmetic.end(every, streams.after)
+    return streams.end(every)

@@ -53,19 +53,30 @@ class LayerStreams:
         return self.router(self.router_norm(stream))
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelStreams:
     """What makes all streams of embeddings, and one of all streams."""
 
-    before: Sequence[Product]  # of the streams but the first, from embeddings
-    after: Sequence[Product]  # of the same, to the model's output
+    before: Sequence[Product]  # of the streams but the first, from embeddings; none if these layers are not a model's first
+    after: Sequence[Product]  # of the same, to the model's output; none if they are not the last
     arithmetic: StreamArithmetic
 
+    def begin(self, hidden: Tensor) -> Streams:
+        """Return the streams of embeddings [T, d] float32."""
+        return self.arithmetic.begin(hidden, self.before)
 
-def build_streams(operations: Operations, parts: WeightParts, config: ModelConfig) -> ModelStreams | None:
+    def end(self, streams: Streams) -> Tensor:
+        """Return the model's output [T, d] float32 before its final norm."""
+        return self.arithmetic.end(streams, self.after)
+
+
+def build_streams(
+    operations: Operations, parts: WeightParts, config: ModelConfig, *, has_first: bool = True, has_last: bool = True
+) -> ModelStreams | None:
     """Build what a model with several streams has around its layers; None for others.
 
-    Errors: ModelFileError naming missing tensors.
+    has_first, has_last: whether the first and the last layer are among these. Errors: ModelFileError naming missing
+    tensors.
     """
     if config.streams is None:
         return None
@@ -73,9 +84,9 @@ def build_streams(operations: Operations, parts: WeightParts, config: ModelConfi
     before, after = (
         [
             operations.linear(parts.take_matrix(f"model.{name}.{number}.weight"), out_dtype=FLOAT32)
-            for number in range(config.streams.count - 1)
+            for number in range(config.streams.count - 1 if is_needed else 0)
         ]
-        for name in ("stream_projections", "stream_outputs")
+        for name, is_needed in (("stream_projections", has_first), ("stream_outputs", has_last))
     )
     return ModelStreams(before, after, operations.streams())
 

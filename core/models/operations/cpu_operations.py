@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,6 +47,8 @@ from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
+
+_ROWS_AT_ONCE = 1024  # of a table that is converted
 
 #: Returns the packed bytes of a name, and facts about them; or calls the function, which makes them, and keeps them.
 TakePacked = Callable[[str, Callable[[], tuple[UInt8s, tuple[int, ...]]]], tuple[UInt8s, tuple[int, ...]]]
@@ -279,15 +281,20 @@ class CpuOperations:
         width, part = len(norm), table.parts[0]
         row_bytes = part.data.shape[1] * width // part.depth
         is_stored = self._dtype == BFLOAT16 and len(table.parts) == 1 and part.type_name not in PLAIN_TYPES
+        own = self._config.per_layer
+        assert own is not None, "a model without inputs of single layers"
         rows: Numbers | BlockRows
+        place = (own.first_layer, own.row_layers) if own.row_layers else None
         if is_stored and width % BLOCK_SIZES[part.type_name][0] == 0:
             rows = BlockRows(part.type_name, part.data.reshape(-1, row_bytes))
-        else:
+        elif place is None or (len(table.parts) == 1 and PLAIN_TYPES.get(part.type_name) == self._dtype):
             rows = table.dense(self._dtype).reshape(-1, width)
-        lookup = CpuEmbedding(self.library, rows, scale)
-        own = self._config.per_layer
-        given_id = 0 if own is None else own.given_id
-        return CpuPerLayerInputs(self.library, lookup, self._packed(projection), norm=norm, eps=eps, given_id=given_id)
+        else:
+            first, place = own.first_layer * width, None
+            rows = _columns(table, first, first + self._config.num_hidden_layers * width, self._dtype).reshape(-1, width)
+        lookup, product = CpuEmbedding(self.library, rows, scale), self._packed(projection)
+        options: dict[str, Any] = {"given_id": own.given_id, "place": place}
+        return CpuPerLayerInputs(self.library, lookup, product, norm=norm, eps=eps, **options)
 
     def experts(
         self,
@@ -495,6 +502,15 @@ class CpuOperations:
         if len(sizes) == 1:
             return first
         return MixedKVCache([parts[heads] for heads in sizes], places_of_parts(own))
+
+
+def _columns(table: StoredMatrix, first: int, last: int, dtype: Dtype) -> Numbers:
+    """Return some columns of a table in dtype. It may be much larger, so it is never converted as a whole."""
+    columns = np.empty((table.shape[0], last - first), dtype)
+    for begin in range(0, len(columns), _ROWS_AT_ONCE):
+        rows = table.rows(begin, begin + _ROWS_AT_ONCE).dense(dtype)
+        columns[begin : begin + _ROWS_AT_ONCE] = rows[:, first:last]
+    return columns
 
 
 def lora_rows(adapters: TokenAdapters) -> LoraRows:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from core.models.config import ModelConfig
+from core.models.grid_parts import GridParts
 from core.models.operations.stored_matrix import Weight
 from core.models.parts.ranges import Range
 from core.models.parts.stage_link import StageLink
@@ -19,6 +20,9 @@ from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EMBEDDINGS, _PLACES = "model.embed_tokens.weight", "model.embed_positions.weight"
+#: Of inputs of single layers, all stages have a part; of streams, the first one makes them and the last one joins them.
+_OF_ALL = ("model.embed_tokens_per_layer.", "model.per_layer_model_projection.", "model.per_layer_projection_norm.")
+_OF_FIRST = "model.stream_projections."
 
 
 class Stage(NamedTuple):
@@ -57,7 +61,9 @@ class Stage(NamedTuple):
                 return own.first <= int(found[1]) < own.last
             if name in (_EMBEDDINGS, _PLACES):
                 return reads_embeddings
-            return self.is_last
+            if name.startswith(_OF_FIRST):
+                return self.is_first
+            return self.is_last or name.startswith(_OF_ALL)
 
         return reads
 
@@ -74,7 +80,10 @@ def config_of_layers(config: ModelConfig, own: Range) -> ModelConfig:
     def renumbered(layers: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(layer - own.first for layer in layers if own.first <= layer < own.last)
 
-    experts, recurrent = config.experts, config.recurrent
+    experts, recurrent, per_layer = config.experts, config.recurrent, config.per_layer
+    count = config.num_hidden_layers
+    if per_layer is not None:
+        per_layer = msgspec.structs.replace(per_layer, first_layer=own.first, row_layers=count)
     if experts is not None:
         experts = msgspec.structs.replace(experts, dense_layers=renumbered(experts.dense_layers))
     if recurrent is not None:
@@ -85,6 +94,9 @@ def config_of_layers(config: ModelConfig, own: Range) -> ModelConfig:
         num_hidden_layers=own.length,
         sliding_layers=renumbered(config.sliding_layers),
         unrotated_layers=renumbered(config.unrotated_layers),
+        num_shared_layers=min(own.length, max(0, config.num_shared_layers - (count - own.last))),
+        per_layer=per_layer,
+        sparse_gates=config.sparse_gates[own.first : own.last],
         experts=experts,
         recurrent=recurrent,
         file_layers=config.file_layers[own.first : own.last],
@@ -95,16 +107,16 @@ def config_of_layers(config: ModelConfig, own: Range) -> ModelConfig:
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
     """Return the layers of each stage, with about the same number of weights. The last stage also has the head.
 
-    Each stage has a layer with attention, because a KV cache has at least one. Errors: ConfigError if there are fewer
-    such layers than stages.
+    Each stage has a layer with attention, because a KV cache has at least one. All layers to which images add are in
+    the first stage, and those that share K and V with earlier ones are in the last one, with these. Errors: ConfigError
+    if the model has fewer parts than stages.
     """
-    count = config.num_hidden_layers
+    count, (least_cut, most_cut) = config.num_hidden_layers, _cuts(config)
     attending = [layer for layer in range(count) if layer not in config.recurrent_layers]
+    # one for each stage that there can be
+    attending = sorted({min(max(layer, least_cut - 1), most_cut) for layer in attending})
     if num_stages > len(attending):
-        kind = f"{len(attending)} layers" + (" with attention" if config.recurrent_layers else "")
-        raise ConfigError(
-            f"pipeline_parallel_size={num_stages} is more than the model's {kind}: use at most {len(attending)}"
-        )
+        raise ConfigError(_too_many(config, num_stages, len(attending)))
     sizes = [_layer_weights(config, layer) for layer in range(count)]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     total = int(ends[-1]) + config.vocab_size * config.hidden_size
@@ -115,6 +127,27 @@ def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
         places = [layer for layer in range(least, most + 1) if not config.is_second_mixer(layer)]
         bounds.append(places[int(np.abs(ends[places] - total * stage / num_stages).argmin())])
     return [Range(first, last) for first, last in zip(bounds, [*bounds[1:], count], strict=True)]
+
+
+def _cuts(config: ModelConfig) -> tuple[int, int]:
+    """Return the first and the last layer before which the model can be cut."""
+    count, vision = config.num_hidden_layers, config.vision
+    deep = len(vision.deep_layers) if isinstance(vision, GridParts) else 0
+    shared = range(count - config.num_shared_layers, count)
+    return max(1, deep), min(map(config.source_of, shared), default=count - 1)
+
+
+def _too_many(config: ModelConfig, num_stages: int, most: int) -> str:
+    """Return why the model has fewer parts than stages. most: how many it has."""
+    least_cut, most_cut = _cuts(config)
+    text = f"pipeline_parallel_size={num_stages} is more than the model's"
+    if not config.num_shared_layers and least_cut == 1:
+        kind = "layers" + (" with attention" if config.recurrent_layers else "")
+        return f"{text} {most} {kind}: use at most {most}"
+    reasons = [f"layers from {most_cut} on share K and V"] if config.num_shared_layers else []
+    reasons += [f"images add to its first {least_cut} layers"] if least_cut > 1 else []
+    cuts = f"before layers {least_cut} to {most_cut}" if least_cut <= most_cut else "nowhere"
+    return f"{text} {most} parts: it can be cut {cuts}, as {' and '.join(reasons)}: use at most {most}"
 
 
 def _layer_weights(config: ModelConfig, layer: int) -> int:

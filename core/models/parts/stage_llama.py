@@ -7,13 +7,13 @@ import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.layers.layer_kinds import windows
-from core.models.llama import Llama
+from core.models.llama import Llama, blocks_per_page
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.stage import Stage
 from core.models.parts.weight_parts import WeightParts
-from core.models.step import ModelInputs, StepResult, TappedResult
+from core.models.step import Begun, ModelInputs, StepResult, TappedResult
 from ipc.errors import ConfigError
 from ipc.tables.arrays import NO_INTS, Floats, Ints
 from kernels.elements import FLOAT32, Dtype, element_name
@@ -23,8 +23,10 @@ class StageLlama(Llama):
     """A part of a Llama. It needs the C kernels.
 
     The residual stream of a step's tokens is passed in as given embeddings (kernels/cpu/c/layers/embedding.h), and the
-    last layer's output is passed on.
+    last layer's output is passed on. If layers have inputs of their own, so are the tokens' embeddings.
     """
+
+    _num_streams = 1  # of hidden states
 
     def __init__(
         self, config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: Dtype, stage: Stage, **options: Any
@@ -37,7 +39,7 @@ class StageLlama(Llama):
         self._own, self._taps_of_model = stage.layers(config), _TapsOfModel((), ())
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
         assert isinstance(self.operations, CpuOperations), "a stage needs the C kernels"
-        self.windows_of_model, self.num_blocks_per_page = windows(config), self.operations.blocks_per_page(config)
+        self.windows_of_model, self.num_blocks_per_page = windows(config), blocks_per_page(self.operations, config)
         self.state_size_of_model = config.state_size
         #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
         self.is_linked = False
@@ -83,32 +85,69 @@ class StageLlama(Llama):
         first, last = self._own
         self._taps_of_model = _TapsOfModel(tuple(places), tuple(sorted(place for place in places if place <= first)))
         own = [place - first for place in places if first < place <= last]
-        super().tap(own if self.stage.is_last else [*sorted(own), len(self.layers)])
-
-    @property
-    def reads_features(self) -> bool:
-        """Return False: given embeddings have another use here."""
-        return False
+        begun = [0] if self.stage.is_first and self.config.per_layer is not None else []
+        super().tap(own if self.stage.is_last else [*begun, *sorted(own), len(self.layers)])
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step of the stage. Only the last stage's result has logits. Errors: ChannelEndedError."""
-        link, count, width = self.stage.link, len(inputs.positions), self.config.hidden_size
-        earlier = self._taps_of_model.earlier
-        states = [link.room(f"states {index}", count, width) for index in range(len(earlier))]
-        if not self.stage.is_first:
-            given = link.room("hidden", count, width)
+        passed = self._receive(len(inputs.positions))
+        if not self.stage.is_last:
+            inputs = inputs._replace(logits_rows=NO_INTS)
+        result = self._run(inputs, passed)
+        if not self.stage.is_last:
             if self.is_linked:
-                link.receive(given, *states)
-            inputs = inputs._replace(token_ids=-1 - np.arange(count), given=given)
-        if self.stage.is_last:
-            result = super().forward(inputs)
-            return _LastResult(result, states, self._taps_of_model) if earlier else result
-        result = super().forward(inputs._replace(logits_rows=NO_INTS))
-        if self.is_linked:
-            assert isinstance(result, TappedResult), type(result)
-            *own, hidden = np.moveaxis(result.states_of(np.arange(count)), 1, 0)
-            link.send(hidden, *states, *own)
+                self.stage.link.send(*self._left(result, passed, len(inputs.positions)).every)
+        elif passed is not None and passed.states:
+            return _LastResult(result, passed.states, self._taps_of_model)
         return result
+
+    def _receive(self, num_tokens: int) -> "Passed | None":
+        """Return what the stage before has passed on; None: this is the first one."""
+        if self.stage.is_first:
+            return None
+        link, width = self.stage.link, self.config.hidden_size
+
+        def room(name: str) -> Floats:
+            return link.room(name, num_tokens, width)
+
+        passed = Passed(
+            [room(f"hidden {stream}") for stream in range(self._num_streams)],
+            None if self.config.per_layer is None else room("embeddings"),
+            [room(f"states {index}") for index in range(len(self._taps_of_model.earlier))],
+        )
+        if self.is_linked:
+            link.receive(*passed.every)
+        return passed
+
+    def _run(self, inputs: ModelInputs, passed: "Passed | None") -> StepResult:
+        """Run the layers. passed: of the tokens; None = this is the first stage."""
+        if passed is not None:
+            ids, (given,) = inputs.token_ids, passed.hidden
+            begun = None if passed.embeddings is None else Begun(ids, passed.embeddings)
+            inputs = inputs._replace(token_ids=-1 - np.arange(len(ids)), given=given, begun=begun)
+        return super().forward(inputs)
+
+    def _left(self, result: StepResult, passed: "Passed | None", num_tokens: int) -> "Passed":
+        """Return what to pass on after a step."""
+        assert isinstance(result, TappedResult), type(result)
+        *own, hidden = np.moveaxis(result.states_of(np.arange(num_tokens)), 1, 0)
+        if passed is not None:
+            return Passed([hidden], passed.embeddings, [*passed.states, *own])
+        embeddings = None if self.config.per_layer is None else own.pop(0)
+        return Passed([hidden], embeddings, own)
+
+
+class Passed(NamedTuple):
+    """What a stage passes on of a step's tokens, each [T, hidden] float32."""
+
+    hidden: list[Floats]  # the residual stream, or all streams
+    embeddings: Floats | None  # which inputs of single layers are made of; None: there are none
+    states: list[Floats]  # those that tap() keeps
+
+    @property
+    def every(self) -> list[Floats]:
+        """Return all of it, in the order in which it is sent."""
+        return [*self.hidden, *([] if self.embeddings is None else [self.embeddings]), *self.states]
 
 
 class _TapsOfModel(NamedTuple):

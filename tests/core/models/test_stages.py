@@ -1,9 +1,7 @@
 """Stages of a pipeline: golden logits by hash for 1, 2 and 3 stages, and which layers and weights a stage has."""
 
 import hashlib
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
 
 import msgspec
 import numpy as np
@@ -14,6 +12,7 @@ from core.models.llama import Llama
 from core.models.parts.stage import Stage, layers_of_stages
 from core.models.parts.stage_link import StageLink
 from core.models.parts.stage_llama import StageLlama
+from core.models.parts.stage_streams import StageStreams
 from core.models.step import ModelInputs, TappedResult
 from ipc.errors import ConfigError
 from ipc.machine.channel import Channel
@@ -36,6 +35,14 @@ def thrice(config: ModelConfig) -> ModelConfig:
     return msgspec.structs.replace(config, num_hidden_layers=3 * count, **more)
 
 
+def after_two_layers(config: ModelConfig) -> ModelConfig:
+    """The same layers after two more, of which the first has a window."""
+    sliding = (0, *(layer + 2 for layer in config.sliding_layers))
+    gates = (1.1, None, *config.sparse_gates) if config.sparse_gates else ()
+    count = config.num_hidden_layers + 2
+    return msgspec.structs.replace(config, num_hidden_layers=count, sliding_layers=sliding, sparse_gates=gates)
+
+
 #: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts; with
 #: latent attention; with recurrent layers, also without MLPs.
 _KINDS = {
@@ -45,28 +52,36 @@ _KINDS = {
 _KINDS["experts beside"] = KINDS["experts beside"]
 #: Three times the layers of those with recurrent states, so that each of three stages has one with attention.
 _KINDS |= {kind: thrice(KINDS[kind]) for kind in ("short convolution", "gated delta", "state space")}
+#: As Gemma 4 E2B and Gemma 3n, with layers before those that share K and V, so that there are three parts.
+_KINDS["shared keys and values"] = after_two_layers(KINDS["shared keys and values"])
+_KINDS["streams and sparse gates"] = after_two_layers(KINDS["streams and sparse gates"])
 
 
-@contextmanager
-def staged(kind: str, dtype: str, size: int) -> Iterator[list[StageLlama]]:
+class Queue(Channel):
+    """Keeps what is sent until it is received: one thread runs all stages, and they send more than a socket takes."""
+
+    def __init__(self) -> None:
+        self._frames = deque[bytes]()
+
+    def send(self, message: bytes) -> None:
+        self._frames.append(message)
+
+    def receive(self) -> bytes:
+        return self._frames.popleft()
+
+
+def staged(kind: str, dtype: str, size: int) -> list[StageLlama]:
     """The stages of a model, all in this process; of one stage: it is first and last."""
     config, weights = _KINDS[kind], random_weights(_KINDS[kind], DTYPES[dtype])
-    pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(size - 1)]
-    stages = list[StageLlama]()
-    try:
-        for number in range(size):
-            before = pairs[number - 1][1] if number else None
-            after = pairs[number][0] if number + 1 < size else None
-            stage = Stage(number, size, StageLink(before, after))
-            reads = stage.reads(config)
-            own = [(name, weight) for name, weight in weights.items() if reads(name)]
-            stages.append(StageLlama(config, own, DTYPES[dtype], stage, library=load_cpu_library()))
-            stages[-1].is_linked = True
-        yield stages
-    finally:
-        for pair in pairs:
-            for end in pair:
-                end.close()
+    queues, stages = [None, *(Queue() for _ in range(size - 1)), None], list[StageLlama]()
+    for number in range(size):
+        stage = Stage(number, size, StageLink(queues[number], queues[number + 1]))
+        reads = stage.reads(config)
+        own = [(name, weight) for name, weight in weights.items() if reads(name)]
+        of_stage = StageLlama if config.streams is None else StageStreams
+        stages.append(of_stage(config, own, DTYPES[dtype], stage, library=load_cpu_library()))
+        stages[-1].is_linked = True
+    return stages
 
 
 def logits(models: list[Llama] | list[StageLlama], *, are_tapped: bool = False) -> str:
@@ -79,8 +94,6 @@ def logits(models: list[Llama] | list[StageLlama], *, are_tapped: bool = False) 
     rng, found, computed = np.random.default_rng(1), hashlib.sha256(), [0] * len(_PROMPTS)
     tables = np.arange(1, 1 + 3 * 16, dtype=np.int32).reshape(3, 16)
     steps = [[129, 37, 0], [71, 0, 1], *([1, 1, 1] for _ in range(_NUM_STEPS))]
-    if are_tapped:  # all that a stage sends fits into a socket, because one thread runs the stages
-        steps[:2] = [[29, 7, 0], [31, 0, 1]]
     for counts in steps:
         rows = [row for row, count in enumerate(counts) if count]
         positions = np.concatenate([np.arange(computed[row], computed[row] + counts[row]) for row in rows])
@@ -114,10 +127,10 @@ def test_logits_of_stages_have_the_bits_of_one_process(kind: str, dtype: str) ->
     whole = random_model(_KINDS[kind], DTYPES[dtype])
     golden = logits([whole])
     for size in (2, 3):
-        with staged(kind, dtype, size) as stages:
-            assert logits(stages) == golden, size
-            assert stages[-1].variant == whole.variant
-            assert stages[-1].windows_of_model == whole.windows
+        stages = staged(kind, dtype, size)
+        assert logits(stages) == golden, size
+        assert stages[-1].variant == whole.variant
+        assert stages[-1].windows_of_model == whole.windows
 
 
 @pytest.mark.parametrize("kind", ["untied head", "experts"])
@@ -127,10 +140,10 @@ def test_the_last_stage_has_the_hidden_states_of_all(kind: str) -> None:
     whole.tap(places)
     golden = logits([whole], are_tapped=True)
     for size in (1, 2, 3):
-        with staged(kind, "bfloat16", size) as stages:
-            for stage in stages:
-                stage.tap(places)
-            assert logits(stages, are_tapped=True) == golden, size
+        stages = staged(kind, "bfloat16", size)
+        for stage in stages:
+            stage.tap(places)
+        assert logits(stages, are_tapped=True) == golden, size
 
 
 def test_a_stage_that_changes_one_number_fails_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,10 +153,10 @@ def test_a_stage_that_changes_one_number_fails_the_hash(monkeypatch: pytest.Monk
         receive(link, room)
         room[-1, 0] = np.nextafter(room[-1, 0], np.float32(np.inf))
 
-    with staged("untied head", "float32", 2) as stages:
-        golden = logits(stages)
-        monkeypatch.setattr(StageLink, "receive", spoilt)
-        assert logits(stages) != golden
+    stages = staged("untied head", "float32", 2)
+    golden = logits(stages)
+    monkeypatch.setattr(StageLink, "receive", spoilt)
+    assert logits(stages) != golden
 
 
 def test_layers_are_divided_by_weights() -> None:
@@ -159,11 +172,11 @@ def test_layers_are_divided_by_weights() -> None:
 def test_a_stage_reads_and_stores_its_own_layers_only() -> None:
     kind = "local and global"
     whole, weights = random_model(KINDS[kind], DTYPES["float32"]), random_weights(KINDS[kind], DTYPES["float32"])
-    with staged(kind, "float32", 3) as stages:
-        assert [len(stage.layers) for stage in stages] == [1, 1, 1]
-        assert sum(stage.bytes_per_block(_BLOCK) for stage in stages) == whole.bytes_per_block(_BLOCK)
-        assert [stage.windows for stage in stages] == [(139,), (None,), (139,)]
-        names = [set(filter(stage.stage.reads(KINDS[kind]), weights)) for stage in stages]
+    stages = staged(kind, "float32", 3)
+    assert [len(stage.layers) for stage in stages] == [1, 1, 1]
+    assert sum(stage.bytes_per_block(_BLOCK) for stage in stages) == whole.bytes_per_block(_BLOCK)
+    assert [stage.windows for stage in stages] == [(139,), (None,), (139,)]
+    names = [set(filter(stage.stage.reads(KINDS[kind]), weights)) for stage in stages]
     assert set.union(*names) == set(weights)
     assert all(name.startswith("model.layers.1.") for name in names[1])
     ends = [("model.embed_tokens.weight" in own, "model.norm.weight" in own) for own in names]

@@ -276,11 +276,20 @@ static void begin_layer(const Share *share) {
         rotate(share);
 }
 
+/* Copy the rows of hidden, which the layer with this tap reads, to the step's taps. */
+static void copy_tap(const Share *share, int64_t tap) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->decoder->hidden_size;
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++)
+        memcpy(step->taps + (i * step->num_taps + tap - 1) * width, share->hidden + i * width, width * sizeof(float));
+}
+
 /* Compute the projection of the tokens' embeddings for the inputs of all layers (per_layer.h). */
 static void project_inputs(const Share *share) {
     const DecoderStep *step = share->step;
     const NormWeights rounding = {0};
-    normalise_hidden(share, &rounding);
+    const float *embeddings = step->embeddings ? step->embeddings : share->hidden;
+    normalise_rows(share, embeddings, FLOAT32, &rounding, step->x, share->decoder->dtype);
     go_on_by_rows(share);
     multiply(share, &share->decoder->per_layer->projection, step->x, step->projected, NULL, NULL, NULL);
     go_on_by_rows(share);
@@ -288,6 +297,7 @@ static void project_inputs(const Share *share) {
 
 static void begin_step(const Share *share) {
     embed(share);
+    if (share->layer->tap) copy_tap(share, share->layer->tap);
     if (share->decoder->per_layer) project_inputs(share);
     normalise_hidden(share, &share->layer->input_norm);
     go_on_by_rows(share);
@@ -356,8 +366,8 @@ static void add_beside(const Share *share, const NormWeights *next_norm, float s
 static void use_own_inputs(const Share *share) {
     const DecoderStep *step = share->step;
     const PerLayer *own = share->layer->per_layer;
-    const PerLayerStep args = {share->decoder->per_layer, step->token_ids, share->tokens, step->projected, step->own_inputs,
-                               share->num_rows, share->layer - share->decoder->layers};
+    const PerLayerStep args = {share->decoder->per_layer, step->words ? step->words : step->token_ids, share->tokens,
+                               step->projected, step->own_inputs, share->num_rows, share->layer - share->decoder->layers};
     go_on_by_rows(share);
     multiply(share, &own->gate, step->x, step->own_inputs, NULL, &own->out, NULL);
     go_on_by_rows(share);
@@ -398,14 +408,6 @@ static void run_experts(const Share *share) {
     pool_barrier();
     experts_part(&args, share->thread, share->num_threads);
     pool_barrier();
-}
-
-/* Copy the rows of hidden, which the layer with this tap reads, to the step's taps. */
-static void copy_tap(const Share *share, int64_t tap) {
-    const DecoderStep *step = share->step;
-    const int64_t width = share->decoder->hidden_size;
-    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++)
-        memcpy(step->taps + (i * step->num_taps + tap - 1) * width, share->hidden + i * width, width * sizeof(float));
 }
 
 static void begin_next_layer(const Share *share) {

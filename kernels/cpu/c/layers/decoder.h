@@ -127,6 +127,8 @@ typedef struct {
     const int64_t *rotations; /* [T]: rows of cos and sin; NULL = positions */
     const float *deep;  /* [.., num_deep, hidden_size]: for token ids below 0, what is added to hidden after the first layers */
     int64_t num_deep;   /* at most num_layers */
+    const int64_t *words;    /* [T] of a model's later layers, if these have inputs of their own: the tokens' ids, as given */
+    const float *embeddings; /* ids stand for what the layers before have made; [T, hidden_size]: their embeddings. Or NULL */
     void *output_gates; /* [T, numbers of attention's output] of dtype, of layers with an output_gate */
     float *mixed, *states; /* of layers with a recurrence, as all below: see recurrence.h */
     const int64_t *state_rows, *firsts, *saves;

@@ -7,7 +7,7 @@
 static void make_input(const PerLayerStep *args, int64_t token, float *input, float *room) {
     const PerLayerInputs *inputs = args->inputs;
     const int64_t width = inputs->width, word = args->ids[token] < 0 ? inputs->given_id : args->ids[token];
-    const int64_t id = word * inputs->num_layers + args->layer;
+    const int64_t id = word * inputs->row_layers + inputs->first_layer + args->layer;
     const int64_t columns = (token * inputs->num_layers + args->layer) * width;
     const char *projected = (const char *)args->projected + columns * element_bytes(inputs->dtype);
     if (inputs->dtype == BFLOAT16)

@@ -16,14 +16,15 @@ enum { MAX_PER_LAYER_WIDTH = 4096 };
 
 /* What all layers share; made once. */
 typedef struct {
-    Embedding table;    /* of [tokens * num_layers, width]: those of a token lie together; without ids and out */
+    Embedding table;    /* of [tokens * row_layers, width]: those of a token lie together; without ids and out */
     Gemm projection;    /* of embeddings: to num_layers * width columns of dtype */
     const float *norm;  /* [width] of a layer's columns of the projection */
     int64_t width;      /* at most MAX_PER_LAYER_WIDTH */
     int32_t num_layers, dtype;
     float eps;
-    int32_t reserved;
+    int32_t first_layer; /* the place in the table of the first of the layers, which may be some of a model's */
     int64_t given_id;   /* the token whose rows of the table are those of ids below 0 */
+    int64_t row_layers;  /* at least first_layer + num_layers */
 } PerLayerInputs;
 
 /* The products and the norm of one layer; made once. */

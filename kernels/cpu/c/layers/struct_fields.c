@@ -145,6 +145,7 @@ EXPORT const StructField struct_fields[] = {
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
     FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given) FIELD(rotations) FIELD(deep) FIELD(num_deep)
+    FIELD(words) FIELD(embeddings)
     FIELD(output_gates) FIELD(mixed)
     FIELD(states) FIELD(state_rows) FIELD(firsts) FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
     FIELD(projected) FIELD(own_inputs) FIELD(router_x) FIELD(beside)
@@ -154,8 +155,8 @@ EXPORT const StructField struct_fields[] = {
     WHOLE FIELD(input_norm) FIELD(router_norm) FIELD(dense_norm) FIELD(output_norm)
 #undef STRUCT
 #define STRUCT PerLayerInputs
-    WHOLE FIELD(table) FIELD(projection) FIELD(norm) FIELD(width) FIELD(num_layers) FIELD(dtype) FIELD(eps) FIELD(reserved)
-    FIELD(given_id)
+    WHOLE FIELD(table) FIELD(projection) FIELD(norm) FIELD(width) FIELD(num_layers) FIELD(dtype) FIELD(eps) FIELD(first_layer)
+    FIELD(given_id) FIELD(row_layers)
 #undef STRUCT
 #define STRUCT PerLayer
     WHOLE FIELD(gate) FIELD(out) FIELD(norm)
