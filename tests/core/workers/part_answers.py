@@ -108,7 +108,7 @@ LATENT = {
     "norm_topk_prob": True,
     "num_nextn_predict_layers": 1,
 }
-_GEMMA = {
+GEMMA = {
     **MODEL,
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 16,
@@ -119,7 +119,7 @@ _GEMMA = {
 }
 #: Gemma 3n: hidden states in streams, sparse gates, layers that share K and V, inputs of single layers.
 STREAMS = {
-    **_GEMMA,
+    **GEMMA,
     "architectures": ["Gemma3nForCausalLM"],
     "model_type": "gemma3n_text",
     "num_kv_shared_layers": 2,
@@ -134,7 +134,7 @@ STREAMS = {
 }
 #: Gemma 4 26B: heads of two sizes, V that is K, experts alongside dense MLPs.
 BESIDE = {
-    **_GEMMA,
+    **GEMMA,
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
     "global_head_dim": 32,
