@@ -1,6 +1,7 @@
 """Routing: how a routed MLP chooses experts for a row; kernels/cpu/c/layers/routing.h has the definition."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from kernels.arrays import Floats
 
@@ -20,3 +21,18 @@ class Routing(NamedTuple):
     scales: Floats | None = None  # [experts] of the experts' weights, after all else
     scales_inputs: bool = False  # weights are of what the experts read, and not of their results
     has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate
+
+
+def _unchanged(columns: Any) -> Any:
+    return columns
+
+
+class ExpertColumns(NamedTuple):
+    """Functions (own columns [n, own width]) -> columns of all ranks [n, width], if each has some of every expert's.
+
+    activated: of the activations of chosen experts. shared: of those of the shared expert. summed: of the sums.
+    """
+
+    activated: Callable[[Any], Any] = _unchanged
+    shared: Callable[[Any], Any] = _unchanged
+    summed: Callable[[Any], Any] = _unchanged

@@ -78,7 +78,7 @@ class CudaExecutor:
         self._loaded = loaded._replace(info=self.info)
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._overlaps = overlaps(config)
-        self._drafting = self._load_draft_model(config)
+        self._drafting = self._load_draft_model(config, rank)
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self._adapted = adapted_matrices(config, self._loaded, None if rank is None else rank.shard)
@@ -96,8 +96,9 @@ class CudaExecutor:
         self._loaded = self._loaded._replace(source=source)
         return source.vision
 
-    def _load_draft_model(self, config: EngineConfig) -> HostedModel | DraftHead | None:
-        model = load_drafting_model(config, self._loaded)
+    def _load_draft_model(self, config: EngineConfig, rank: Rank | None) -> HostedModel | DraftHead | None:
+        """Return what makes drafts: each rank has all of it, and makes the same."""
+        model = load_drafting_model(config, self._loaded, is_part=rank is not None)
         if model is None or isinstance(model, DraftHead):
             return model
         assert isinstance(model, Llama), type(model)

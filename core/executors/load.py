@@ -128,7 +128,7 @@ def load_drafting_model(
         path, whole = resolve_model(settings.model or config.model), resolve_model(config.model)
         target = loaded.model
         sizes = read_model_config(whole, config.mmproj) if is_part else target.config
-        ends = ReadEnds(whole, sizes, config, target) if is_part else None
+        ends = ReadEnds(whole, sizes, config, target) if is_part and not target.has_gathered_ends else None
         if is_assistant(path):
             is_led = rank is not None and rank.shard.rank > 0
             return load_assistant(path, Assisted(target, sizes, rank, None if is_led else ends), is_made_up)

@@ -46,8 +46,9 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         layers_of_stages(model, num_stages)
     if num_ranks == 1:
         return
-    if reason := _undivided(model, is_on_device=config.device == "cuda"):
-        raise ConfigError(f"{path} has {reason}, which cannot be split among ranks: leave tensor_parallel_size out")
+    if model.full_heads is not None and not _is_nested(model):
+        what = "layers with other heads"
+        raise ConfigError(f"{path} has {what}, which cannot be split among ranks: leave tensor_parallel_size out")
     for most, what in _most_ranks(model):
         if num_ranks > most:
             raise ConfigError(
@@ -69,12 +70,10 @@ def _most_ranks(model: ModelConfig) -> Iterator[tuple[int, str]]:
 
 def _check_devices(config: EngineConfig, num_stages: int) -> None:
     """Check that GPUs can compute the model together. Errors: ConfigError."""
-    settings = config.speculative_config
     refusals = {
         "numerics='L0'": config.numerics == "L0",
         "pipeline_parallel_size > 1": num_stages > 1,
         "nnodes > 1": config.nnodes > 1,
-        "a model that makes drafts (speculative_config)": settings is not None and settings.runs_model,
     }
     if refused := next((name for name, is_wanted in refusals.items() if is_wanted), None):
         raise ConfigError(f"device='cuda' with several workers does not support {refused}: leave one of the two out")
@@ -89,15 +88,3 @@ def _is_nested(model: ModelConfig) -> bool:
 def part_option(num_ranks: int) -> str:
     """Return the option that makes a process compute a part of a model only. num_ranks: 1 = as a stage."""
     return "pipeline_parallel_size" if num_ranks == 1 else "tensor_parallel_size"
-
-
-def _undivided(model: ModelConfig, *, is_on_device: bool) -> str:
-    """Return what of a model no rank can have a part of; "" if there is nothing."""
-    reasons = {
-        "routed MLPs": model.experts is not None and is_on_device,
-        "latent attention": model.latent is not None and is_on_device,
-        "norms of whole rows of Q and K": model.qk_norm_of_rows and is_on_device,
-        "hidden states in several streams": model.streams is not None and is_on_device,
-        "layers with other heads": model.full_heads is not None and not _is_nested(model),
-    }
-    return ", ".join(reason for reason, has_it in reasons.items() if has_it)

@@ -92,6 +92,7 @@ class Llama:
     """
 
     taps: tuple[int, ...] = ()  # of tap()
+    has_gathered_ends = False  # whether its embeddings and its head are those of all ranks
     state_size_of_model: int  # numbers in a request's recurrent states, in the layers of the whole model
     _cache: KVCache | None = None  # that of the last step
     #: Of each kind of layer: the key of its work. Kinds that see the same tokens of the same part share it.
@@ -211,6 +212,7 @@ class Llama:
         self.embedding = parts.embedding(self.embedding)
         if self.head is not None:
             self.head = parts.head(self.head)
+        self.has_gathered_ends = True
 
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.head(weight, bias)

@@ -189,7 +189,7 @@ class Worker:
         self._learn: Callable[[list[tuple[bytes, bytes | None]]], None] = lambda sampled: None
         self._executor: Executor | None = None
         self._file: SharedFile | None = None  # for the blocks, if the engine has a store of them
-        self._asked = -1  # instead, the stream on which an engine on another machine asks for them
+        self._asked = -1  # instead, the stream on which an engine that cannot map it asks for them
         self._server: BlockServer | None = None  # answers there
         self._has_cache = False
 
@@ -289,7 +289,7 @@ class Worker:
         return SharedPlaces(places(blocks.cache), places(blocks.host), places(blocks.states), blocks.layout)
 
     def _serve_blocks(self, blocks: SharedBlocks) -> SharedPlaces:
-        # Imported here because only workers on other machines need it.
+        # Imported here because only workers on other machines, and with GPUs, need it.
         from core.workers.block_server import BlockServer
 
         self._server = BlockServer(Channel(socket.socket(fileno=self._asked)), blocks)

@@ -32,7 +32,7 @@ from core.workers.messages import (
 from core.workers.nodes import Nodes
 from core.workers.processes import ChildProcess, WorkerProcess
 from core.workers.shared_parts import Parts
-from core.workers.wires import Place, Wiring, above, block_stream_of, make_wires
+from core.workers.wires import Place, Wires, Wiring, above, block_stream_of, make_wires
 from ipc import errors
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
 from ipc.machine.channel import Channel, ChannelEndedError
@@ -87,13 +87,14 @@ class Crew:
         try:
             here = len(wiring.wires)
             if config.kv_stores:
-                self._parts = Parts(
-                    list(wiring.wires.values()),
-                    [
-                        self._channel_to(wiring, block_stream_of(place.number, self._places))
-                        for place in self._places[here:]
-                    ],
-                )
+                mapped, asked = list(wiring.wires.values()), list[Channel]()
+                if config.device != "cpu":  # whose blocks are in memory that no other process can map
+                    mapped, asked = [], [self._channel_of(wires) for wires in mapped]
+                asked += [
+                    self._channel_to(wiring, block_stream_of(place.number, self._places))
+                    for place in self._places[here:]
+                ]
+                self._parts = Parts(mapped, asked)
             for place in self._places[:here]:  # those on this machine
                 child = ChildProcess(config, place, wiring.wires.pop(place.number))
                 self._processes.append(child)
@@ -104,6 +105,14 @@ class Crew:
                 wiring.carried.clear()  # the workers own them now
         finally:
             wiring.close()
+
+    @staticmethod
+    def _channel_of(wires: Wires) -> Channel:
+        """Return a channel on which the worker with these wires is asked for its blocks."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            wires.asked = above(theirs.fileno())
+        return Channel(ours)
 
     @staticmethod
     def _channel_to(wiring: Wiring, stream: int) -> Channel:

@@ -72,7 +72,7 @@ class Wires(msgspec.Struct, array_like=True):
     """A worker's descriptors. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
 
     blocks: the file for its KV blocks, which the engine reads and writes; asked: instead, on another machine than the
-    engine, the stream on which it asks for them; both -1 = the engine has no store of blocks.
+    engine or with a GPU, the stream on which it asks for them; both -1 = the engine has no store of blocks.
 
     peers: for the first rank, the channels to the others; for any other, the one to the first. ranks: if ranks share no
     memory, a stream to each of them, -1 to itself.

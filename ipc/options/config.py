@@ -370,24 +370,12 @@ def _check_kv_tiers(config: EngineConfig) -> None:
             raise ConfigError(f"{name} needs blocks in the host's memory: also give kv_host_bytes")
         if config.executor not in checks.BUILT_IN_EXECUTORS:
             raise ConfigError(f"{name} is for executor='local'; got {config.executor!r:.80}")
-        if (elsewhere := _workers_elsewhere(config)) is not None:
-            raise ConfigError(
-                f"{name} reads and writes KV blocks in the memory of the engine's machine: leave out {elsewhere}, or "
-                f"{name}"
-            )
         speculation = config.speculative_config
         if speculation is not None and speculation.runs_model and speculation.method != "mtp":
             raise ConfigError(
                 f"{name} does not support the blocks of another model that drafts: leave out {name}, or use method "
                 "'mtp', 'ngram' or 'suffix'"
             )
-
-
-def _workers_elsewhere(config: EngineConfig) -> str | None:
-    """Return the option that puts the KV blocks of workers out of the engine's reach; None: it can read them."""
-    if not _check_workers(config):
-        return None
-    return None if config.device == "cpu" else f"device={config.device!r} with workers"
 
 
 def _check_speculation(config: EngineConfig) -> None:

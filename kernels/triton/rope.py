@@ -53,18 +53,18 @@ def _normalised(
 @triton.jit
 def _write_kv(
     qkv, layer, slot, first, second, head, i, inside, eps, key_scale, value_scale,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS_AT: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, VALUES_AT: tl.constexpr, NORMED_VALUES: tl.constexpr,
 ):
     """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv.
 
-    VALUES_AT: heads before V in qkv. NORMED_VALUES: each head of V is normalised. 8-bit floats are divided by their
+    KEYS_AT, VALUES_AT: heads before the KV_HEADS of K and V in qkv. NORMED_VALUES: each head of V is normalised. 8-bit floats are divided by their
     scale.
     """
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    is_key = inside & (head >= HEADS)
-    key_head = head - HEADS
+    is_key = inside & (head >= KEYS_AT) & (head < KEYS_AT + KV_HEADS)
+    key_head = head - KEYS_AT
     largest = 0
     if layer.dtype.element_ty == tl.uint8:
         first, second = tl.div_rn(first.to(tl.float32), key_scale), tl.div_rn(second.to(tl.float32), key_scale)
@@ -95,18 +95,23 @@ def rope_kernel(
     BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
     NORMS: tl.constexpr, OF_ROWS: tl.constexpr, CENTRED: tl.constexpr, AFTER: tl.constexpr, GROWS: tl.constexpr,
     SIDES: tl.constexpr, NORMED_VALUES: tl.constexpr,
+    FIRST: tl.constexpr, OWN_HEADS: tl.constexpr, FIRST_KV: tl.constexpr, OWN_KV_HEADS: tl.constexpr,
 ):
     """Compute one token in each program.
+
+    HEADS, KV_HEADS: of Q and K in qkv. OWN_HEADS, OWN_KV_HEADS: of the results, which begin with those numbered FIRST
+    and FIRST_KV. V has these only.
 
     cos and sin [T, D] float32 come from rotary_tables(): sin's second half is +sin. growth [T]
     float32: factors of queries, if they GROW. SIDES: of K and V, for how many qkv has columns (kernels/value_form.py).
     """
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
-    qkv += token * (HEADS + SIDES * KV_HEADS) * HEAD_DIM
+    VALUES: tl.constexpr = OWN_KV_HEADS if SIDES > 1 else 0
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     i = tl.arange(0, BLOCK_HALF)[None, :]
     KEYS: tl.constexpr = KV_HEADS if SIDES > 0 else 0
+    qkv += token * (HEADS + KEYS + VALUES) * HEAD_DIM
     inside = (head < HEADS + KEYS) & (i < HALF)
     first = tl.load(qkv + head * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + head * HEAD_DIM + HALF + i, mask=inside, other=0.0).to(tl.float32)
@@ -130,8 +135,8 @@ def rope_kernel(
         turned_second *= factor
     turned_first = turned_first.to(q.dtype.element_ty)
     turned_second = turned_second.to(q.dtype.element_ty)
-    is_query = inside & (head < HEADS)
-    q += token * HEADS * HEAD_DIM
+    is_query = inside & (head >= FIRST) & (head < FIRST + OWN_HEADS)
+    q += (token * OWN_HEADS - FIRST) * HEAD_DIM
     tl.store(q + head * HEAD_DIM + i, turned_first, mask=is_query)
     tl.store(q + head * HEAD_DIM + HALF + i, turned_second, mask=is_query)
     if SIDES > 0:
@@ -139,7 +144,7 @@ def rope_kernel(
         if slot >= 0:
             _write_kv(
                 qkv, layer, slot, turned_first, turned_second, head, i, inside, eps, key_scale, value_scale,
-                HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
+                HEADS + FIRST_KV, OWN_KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
                 HEADS + (SIDES - 1) * KV_HEADS, NORMED_VALUES,
             )
 # fmt: on
@@ -150,7 +155,9 @@ class TritonRope:
 
     head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation or, if is_after, after
     it; of_rows: all of Q's heads together and all of K's; is_centred: they are layer normalisations. values: what V is;
-    rows of the weights for it are not read, because they are ones.
+    rows of the weights for it are not read, because they are ones. row: with of_rows, the heads of Q and K in a row of
+    qkv and in head_norms, and the first of the num_heads and of the cache's KV heads that are used; None = they are
+    these.
     """
 
     def __init__(
@@ -163,8 +170,9 @@ class TritonRope:
         is_centred: bool = False,
         is_after: bool = False,
         values: ValueForm = "own",
+        row: tuple[int, int, int, int] | None = None,
     ) -> None:
-        self.num_heads, self.eps = num_heads, eps
+        self.num_heads, self.eps, self._row = num_heads, eps, row
         self.head_norms = None if head_norms is None else head_norms.contiguous()
         self._constants = {
             "NORMS": head_norms is not None,
@@ -187,7 +195,7 @@ class TritonRope:
     ) -> torch.Tensor:
         """Rotate Q and K, store K and V, and return Q [T, H, D] with the cache's dtype.
 
-        qkv [T, (H + 2 * Hkv) * D], or fewer columns for other values, is of the cache's dtype; cos and sin come from
+        qkv [T, (H + 2 * Hkv) * D], or fewer columns for other values, or more for a row's heads, is of the cache's dtype; cos and sin come from
         rotary_tables; slots [T] int64 (-1: do not store). growth [T] float32: factors of the queries.
         """
         assert qkv.is_contiguous(), qkv.stride()
@@ -195,6 +203,7 @@ class TritonRope:
         assert qkv.dtype == dtype, (qkv.dtype, dtype)
         assert cache.head_dim % 2 == 0, cache.head_dim
         q = torch.empty((len(qkv), self.num_heads, cache.head_dim), dtype=dtype, device=qkv.device)
+        heads, kv_heads, first, first_kv = self._row or (self.num_heads, cache.num_kv_heads, 0, 0)
         if len(qkv):
             rope_kernel[(len(qkv),)](
                 qkv,
@@ -207,14 +216,18 @@ class TritonRope:
                 cache.layers[layer],
                 self.eps,
                 *cache.scales_of(layer),
-                HEADS=self.num_heads,
-                KV_HEADS=cache.num_kv_heads,
+                HEADS=heads,
+                KV_HEADS=kv_heads,
                 HEAD_DIM=cache.head_dim,
                 BLOCK_SIZE=cache.block_size,
-                BLOCK_HEADS=power_of_2(self.num_heads + cache.num_kv_heads),
+                BLOCK_HEADS=power_of_2(heads + kv_heads),
                 BLOCK_KV=power_of_2(cache.num_kv_heads),
                 BLOCK_HALF=power_of_2(cache.head_dim // 2),
                 GROWS=growth is not None,
+                FIRST=first,
+                OWN_HEADS=self.num_heads,
+                FIRST_KV=first_kv,
+                OWN_KV_HEADS=cache.num_kv_heads,
                 **self._constants,
             )
         return q

@@ -19,7 +19,7 @@ from kernels.elements import Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, RecurrenceSizes, StateRows
-from kernels.routing import Routing
+from kernels.routing import ExpertColumns, Routing
 from kernels.value_form import ValueForm
 
 #: A step's attention work for the layers with one window. Its type depends on the operations that made it.
@@ -59,6 +59,14 @@ class ExchangingProduct(Protocol):
 
 
 @runtime_checkable
+class ExchangingEmbedding(Protocol):
+    """The further method of an embedding that exchanges its rows with other ranks."""
+
+    def around(self, change: Callable[[Operation], Operation]) -> Operation:
+        """Return the same with another embedding before the exchange."""
+
+
+@runtime_checkable
 class SharesNorm(Protocol):
     """The further method of a state space of some heads, whose norm is of the heads of all ranks."""
 
@@ -74,6 +82,14 @@ class Experts(Product, Protocol):
 
     def __call__(self, x: Tensor, router_x: Tensor | None = None) -> Tensor:
         """Return the output [T, d] of x [T, d]. router_x [T, d]: what the router reads; None = x."""
+
+
+@runtime_checkable
+class SharesExperts(Protocol):
+    """The further method of a routed MLP with some of the columns of every expert, and of the shared one."""
+
+    def share_columns(self, columns: ExpertColumns) -> None:
+        """Give results of all ranks from now on, before the first step."""
 
 
 class LatentAttention(Protocol):

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from core.models.operations.cpu_head_place import Allocate
+from core.models.operations.operations import ExchangingEmbedding
 from core.models.operations.tensor import Operation, Tensor
 from ipc.tables.arrays import AnyInts, Floats
 from kernels.torch.tensors import to_array
@@ -21,6 +22,8 @@ class TritonHeadPlace:
 
     def unscaled(self, embedding: Operation) -> Operation:
         """Return the embedding without the model's factor."""
+        if isinstance(embedding, ExchangingEmbedding):
+            return embedding.around(self.unscaled)
         assert isinstance(embedding, partial), type(embedding)
         return partial(embedding, scale=1.0)
 

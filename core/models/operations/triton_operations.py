@@ -361,6 +361,7 @@ class TritonOperations:
             is_centred=config.centred_norms,
             is_after=config.qk_norm_after,
             values=values,
+            row=config.row_of_heads,
         )
         return TritonAttend(rope, kind, config.scores_scale, config.scores_cap, scores)
 

@@ -10,13 +10,14 @@ from functools import partial
 
 from core.models.config import ModelConfig
 from core.models.layers.layer import Layer
-from core.models.layers.mlp import DenseMlp, SparseMlp
-from core.models.operations.operations import Product, SharesNorm
+from core.models.layers.mlp import DenseMlp, Mlp, RoutedMlp, SparseMlp
+from core.models.operations.operations import Product, SharesExperts, SharesNorm
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.ranges import Range
 from core.models.parts.rank import GathersParts
 from core.models.parts.recurrent_part import num_turns
 from core.models.parts.shard import Shard
+from kernels.routing import ExpertColumns
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class _GatheredEmbedding:
         rows = self.embedding((ids - self.own.first).clip(0, self.own.length - 1), *places)
         return self.group.join_rows(rows, (ids < self.own.first) | (ids >= self.own.last))
 
+    def around(self, change: Callable[[Operation], Operation]) -> Operation:
+        """Return the same with another embedding before the exchange."""
+        return replace(self, embedding=change(self.embedding))
+
 
 class GatheredParts:
     """Puts the parts of a rank's model together with those of the other ranks."""
@@ -70,14 +75,21 @@ class GatheredParts:
         self._group, self._own_words = group, shard.columns(config.vocab_size)
         self._hidden, self._words = widths(config.hidden_size), widths(config.vocab_size)
         layers, heads = range(config.num_hidden_layers), [one.heads(config).length for one in every]
+        latent, experts = config.latent, config.experts
         #: By layer: of attention, and of the MLP.
-        self._attended = [[count * config.heads_of(layer).head_dim for count in heads] for layer in layers]
+        sizes = [config.heads_of(layer).head_dim if latent is None else latent.value_dim for layer in layers]
+        self._attended = [[count * size for count in heads] for size in sizes]
         self._gated = [widths(config.mlp_size(layer)) for layer in layers]
         #: Of recurrent layers: the widths of the ranks' columns of a turn, and how many turns a row of results has.
         self._recurred, self._num_turns = list[int](), 1
         if (recurrent := config.recurrent) is not None:
             self._recurred = [one.recurrent(recurrent).columns.length for one in every]
             self._num_turns = num_turns(recurrent)
+        #: Of routed MLPs; None: there are none.
+        self._experts = None
+        if experts is not None:
+            wide = experts.intermediate_size, experts.shared_size, config.hidden_size
+            self._experts = ExpertColumns(*(partial(group.gather, widths=widths(width)) for width in wide))
         has_norm = recurrent is not None and recurrent.kind == "state space" and recurrent.has_norm
         #: Of state spaces whose heads of all ranks have one norm; None: there are none.
         self._normed = recurrent.sizes if recurrent is not None and has_norm else None
@@ -96,7 +108,16 @@ class GatheredParts:
         if isinstance(mlp, SparseMlp):  # whose gates count or not by those of all ranks
             gate, up = (_GatheredProduct(one, self._group, (), gated) for one in (mlp.gate, mlp.up))
             mlp = replace(mlp, gate=gate, up=up, down=_GatheredProduct(mlp.down, self._group, (), self._hidden))
+        self._share_experts(mlp)
+        self._share_experts(None if layer.beside is None else layer.beside.routed)
         return replace(layer, mixer=mixer, mlp=mlp)
+
+    def _share_experts(self, mlp: Mlp | None) -> None:
+        """Let a routed MLP give whole results."""
+        if isinstance(mlp, RoutedMlp):
+            assert isinstance(mlp.experts, SharesExperts), type(mlp.experts)
+            assert self._experts is not None, "the config says that there are experts"
+            mlp.experts.share_columns(self._experts)
 
     def embedding(self, embedding: Operation) -> Operation:
         """Return the embedding of all tokens."""

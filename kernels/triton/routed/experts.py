@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from kernels.routing import Routing
+from kernels.routing import ExpertColumns, Routing
 from kernels.torch.linear import Operation
 from kernels.torch.packed_rows import join
 from kernels.triton.device import has_room
@@ -67,6 +67,11 @@ class TritonExperts:
         self._has_room = has_room(device)
         # A sum needs no more digits of the shared expert's result than of the others'.
         self._shared_down = None if shared is None else shared.down.in_own_dtype()
+        self._columns = ExpertColumns()
+
+    def share_columns(self, columns: ExpertColumns) -> None:
+        """Give results of all ranks from now on; see SharesExperts (core/models/operations/operations.py)."""
+        self._columns = columns
 
     @property
     def variant(self) -> str:
@@ -86,8 +91,10 @@ class TritonExperts:
             read, num_chosen = (x[:, None] * weights[:, :, None]).to(x.dtype).flatten(0, 1), 1
             weights = torch.ones_like(weights)
         hidden = gate_up_products(read, self._dense(self.gate_up), tiles, num_chosen, self._function, shape)
-        results = down_products(hidden, self._dense(self.down), tiles, shape)
-        return expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
+        results = down_products(self._columns.activated(hidden), self._dense(self.down), tiles, shape)
+        total = expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
+        summed: torch.Tensor = self._columns.summed(total)
+        return summed
 
     def _dense(self, product: StackedProduct | PackedStack) -> StackedProduct:
         """Return the product with the weights of the experts that the step chose."""
@@ -100,7 +107,7 @@ class TritonExperts:
         """Return the shared expert's result."""
         if self._shared is None or self._shared_down is None:
             return None
-        return self._shared_down(self._shared.activation(self._shared.gate_up(x)))
+        return self._shared_down(self._columns.shared(self._shared.activation(self._shared.gate_up(x))))
 
 
 def stacked(experts: Sequence[AnyLinear], scratch: Scratch) -> StackedProduct | PackedStack:

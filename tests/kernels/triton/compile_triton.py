@@ -371,6 +371,8 @@ def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any],
         blocks = {"BLOCK_HEADS": heads + kv_heads, "BLOCK_KV": kv_heads, "BLOCK_HALF": head_dim // 2}
         sizes |= {name: power_of_2(size) for name, size in blocks.items()}
         for turn, kind in enumerate(kinds):
+            first, own, own_kv = (1, heads - 1, 1) if "OF_ROWS" in kind else (0, heads, kv_heads)  # those of a rank
+            sizes |= {"FIRST": first, "OWN_HEADS": own, "FIRST_KV": first, "OWN_KV_HEADS": own_kv}
             stored = {"layer": ("*i8", HALF, "*u8")[turn % 3]}
             sides = {"SIDES": 2 if turn % 2 == 0 else 1}
             yield rope.rope_kernel, ROPE | stored, {**sizes, **sides, **{name: name in kind for name in names}}, {}
