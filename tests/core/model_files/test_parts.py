@@ -35,7 +35,8 @@ def test_ranks_are_no_more_than_the_columns_of_an_expert() -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts", "latent attention", "norms after", "streams and sparse gates"])
-def test_ranks_on_gpus_divide_less(kind: str) -> None:
-    check_parts(Path("model"), EngineConfig(), KINDS[kind], 2, 1)
-    with pytest.raises(ConfigError, match="which cannot be split among ranks"):
-        check_parts(Path("model"), EngineConfig(device="cuda"), KINDS[kind], 2, 1)
+def test_ranks_on_gpus_divide_what_ranks_on_cpus_do(kind: str) -> None:
+    for device in ("cpu", "cuda"):
+        check_parts(Path("model"), EngineConfig(device=device), KINDS[kind], 2, 1)
+        with pytest.raises(ConfigError, match="tensor_parallel_size=99 is more than the"):
+            check_parts(Path("model"), EngineConfig(device=device), KINDS[kind], 99, 1)

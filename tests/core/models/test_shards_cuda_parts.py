@@ -1,20 +1,27 @@
 """Models computed by several GPUs whose layers exchange more than products: every bit is that of one GPU. Ranks are
 threads here."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from core.model_files.draft_head import load_mtp
+from core.model_files.model_config import read_model_config
 from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
 from core.models.operations.weight_form import WeightForm
 from core.models.parts.rank import Rank
+from ipc.tables.arrays import Floats
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.executors.test_cuda_architectures import OnDevice, logits, shape_config
 from tests.core.models.test_shards_cuda import by_ranks, model
-from tests.triton_device import ANYWHERE
+from tests.core.workers.part_answers import LATENT
+from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
 
@@ -107,3 +114,25 @@ def test_every_bit_with_packed_weights(kind: str) -> None:
     if kind == "experts":
         sizes["experts"] = msgspec.structs.replace(_SHARED, intermediate_size=64, shared_size=32)
     check(msgspec.structs.replace(config_of(kind), **sizes), BFLOAT16, (2, 3), form=WeightForm.INT8)
+
+
+def test_drafts_of_a_head_have_the_bits_of_one_device(tmp_path: Path) -> None:
+    """Each rank has the whole layer, and with the others the model's embeddings and head."""
+    (tmp_path / "config.json").write_text(json.dumps({**LATENT, "num_hidden_layers": 1, "vocab_size": 101}))
+    config = read_model_config(tmp_path)
+    taps = torch.from_numpy(np.random.default_rng(2).standard_normal((2, 1, config.hidden_size), np.float32))
+    ids, tables = np.array([100, 7]), np.array([[1], [2]], np.int32)
+
+    def drafted(rank: Rank | None) -> Floats:
+        head = load_mtp(tmp_path, config, model(config, FLOAT32, rank), is_made_up=True)
+        states, cache = head.states(taps.to(DEVICE)), head.allocate_cache(3, 16)
+        found = []
+        for position in range(2):
+            logits, states = head.forward(ids, states, np.array([position, position]), tables, cache)
+            found.append(logits)
+        return np.concatenate(found)
+
+    expected = drafted(None)
+    assert len(np.unique(expected)) > len(expected)
+    for found in by_ranks(2, drafted):
+        np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32))

@@ -102,7 +102,6 @@ def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, o
         ({"numerics": "L0"}, "numerics='L0'"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size > 1"),
         ({"nnodes": 2, "master_addr": "x"}, "nnodes > 1"),
-        ({"speculative_config": {"method": "draft_model", "model": "m"}}, "a model that makes drafts"),
     ],
 )
 def test_what_several_gpus_lack_is_refused_by_name(folder: str, options: dict[str, Any], refused: str) -> None:

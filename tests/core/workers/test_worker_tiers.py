@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from engine_core import LLM, SamplingParams
-from ipc.errors import ConfigError
-from ipc.options.given_options import config_from_options
 from tests.core.executors.test_window_pages import SETTINGS
 from tests.core.workers.test_nodes import free_port, machines, over
 from tests.frontend.http.caller import wait_for
@@ -135,14 +133,3 @@ def test_blocks_of_layers_with_a_window_are_found_too(shape: str, tmp_path: Path
         os.kill(llm.client.welcome.pid, signal.SIGKILL)
     with LLM(str(tmp_path), **options) as llm:
         assert ask(llm, [*first, *range(3, 40)]) == (alone, 288)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "leave out device='cuda' with workers, or kv_dir"),
-    ],
-)
-def test_blocks_out_of_reach_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        config_from_options(kv_dir="/tmp/kv", num_host_blocks=60, **options)
