@@ -265,9 +265,9 @@ class Worker:
     @cached_property
     def _given(self) -> "ReceivedFeatures":
         # Imported here because only a model that reads features needs it.
-        from core.workers.sent_features import ReceivedFeatures
+        from core.workers.sent_features import ReceivedFeatures, UnreadFeatures
 
-        return ReceivedFeatures()
+        return UnreadFeatures() if self._place.stage else ReceivedFeatures()
 
     def _take_features(self, executor: Executor) -> bool:
         """Let an executor that reads features take those that the engine sends. Return whether it does."""

@@ -209,12 +209,16 @@ class Crew:
         if self._channels[rank].socket.fileno() not in ready:
             raise ChannelEndedError("a worker has died, or does not answer")
 
-    def tell(self, message: Question) -> None:
-        """Send all workers a message that has no answer. If workers are gone, take() reports it, not this method."""
+    def tell(self, message: Question, *, to_first_stage: bool = False) -> None:
+        """Send all workers, or those of the first stage, a message that has no answer.
+
+        If workers are gone, take() reports it, not this method.
+        """
         encoded = encode_message(message)
-        for channel in self._channels:
-            with contextlib.suppress(ChannelEndedError):
-                channel.send(encoded)
+        for place, channel in zip(self._places, self._channels, strict=True):
+            if place.stage == 0 or not to_first_stage:
+                with contextlib.suppress(ChannelEndedError):
+                    channel.send(encoded)
 
     def run(self, plan: bytes) -> None:
         """Make all workers run a step. If workers are gone, take() reports it, not this method."""

@@ -169,7 +169,7 @@ class WorkersExecutor:
         crew = self._serving
         crew.is_waiting = True
         for message in sender.messages(plan, crew.features):
-            crew.tell(message)
+            crew.tell(message, to_first_stage=True)  # which passes on what it makes of them
         crew.is_waiting = False
 
     def _send_adapters(self, adapters: "Adapters", plan: SchedulerOutput) -> None:

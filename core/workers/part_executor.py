@@ -28,7 +28,7 @@ from core.workers.rank_runners import FollowingRunner, FollowsTrials, LeadingRun
 from core.workers.wires import Place, Wires
 from ipc.machine.channel import Channel
 from ipc.options.config import EngineConfig
-from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints
 from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
@@ -108,16 +108,20 @@ class EarlierRunner(ModelRunner):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        none = dict.fromkeys(("grammars", "drafter", "pooler", "features"))
+        none = dict.fromkeys(("grammars", "drafter", "pooler"))
         super().__init__(*arguments, **{**options, **none})
         self._awaited: deque[_Awaited] = deque()
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run this stage's part of one step. The output is not used."""
         self.apply_blocks(plan)
+        self._feature_rows.apply(plan)
         if len(plan.removed_rows):
             for one in self._awaited:
                 one.live &= ~np.isin(one.rows, plan.removed_rows)
+        if plan.image_parts and not len(plan.rows):
+            self._awaited.append(_Awaited(plan, NO_INTS, np.ones(0, np.bool_), None))
+            return ModelRunnerOutput(plan.step, NO_INT32S)
         self.model.wake()
         inputs = self.prepare(plan)
         self.forward(inputs)
@@ -129,6 +133,8 @@ class EarlierRunner(ModelRunner):
     def learn(self, tokens: Int32s, counts: Int32s | None) -> None:
         """Append the tokens of the oldest step whose tokens are unknown: columns of ModelRunnerOutput."""
         step = self._awaited.popleft()
+        if not len(step.rows):  # it had a part of an image only
+            return
         if counts is not None:
             self._learn_runs(step, tokens, counts)
             return

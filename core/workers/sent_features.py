@@ -97,6 +97,19 @@ class ReceivedFeatures:
         return self._rows[digest]
 
 
+class UnreadFeatures(ReceivedFeatures):
+    """The features of a worker of a later stage, which gets hidden states of all tokens. It knows where they are."""
+
+    _rows_of_any = np.empty((1 << 40, 0), np.float32)  # no bytes
+
+    def encode(self, digest: bytes) -> None:
+        """Do nothing: the first stage has the rows."""
+
+    def find(self, digest: bytes) -> Floats:
+        """Return rows without numbers, more than any feature has."""
+        return self._rows_of_any
+
+
 def sent_features(config: EngineConfig, dtype: str) -> Features | None:
     """Return the features of an engine whose workers read them. dtype: the model's.
 

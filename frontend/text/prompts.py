@@ -316,7 +316,7 @@ def read_prompt_embeds(value: Any, name: str, limits: FeatureLimits | None) -> l
     if limits is None:
         raise UnsupportedParameterError(
             f"{name}: this engine does not take 'prompt_embeds': they need a decoder implemented here on the C "
-            "kernels or a GPU, without pipeline stages, a draft model or a router"
+            "kernels or a GPU, without a draft model or a router"
         )
     rows = _as_floats(value, name)
     if rows.ndim != 2 or rows.shape[1] != limits.width or not len(rows):

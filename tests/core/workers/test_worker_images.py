@@ -65,11 +65,17 @@ def check(folder: str, mark: str, **options: Any) -> None:
     ("name", "options"),
     [
         ("qwen3-vl", {"tensor_parallel_size": 2}),
+        ("gemma4", {"pipeline_parallel_size": 2}),
         pytest.param("qwen3-vl", {"distributed_executor_backend": "mp"}, marks=pytest.mark.soak),
         *(
             pytest.param(name, {"tensor_parallel_size": size}, marks=pytest.mark.soak)
             for name in MODELS
             for size in (2, 3)
+        ),
+        *(
+            pytest.param(name, {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}, marks=pytest.mark.soak)
+            for name in MODELS
+            for ranks, stages in ((1, 2), (2, 2))
         ),
     ],
     ids=str,
@@ -94,6 +100,7 @@ def test_images_that_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ENGINE_CORE_TESTS_EXEC", "1")
     write, mark = MODELS["qwen3-vl"]
     check(str(write(tmp_path)), mark, tensor_parallel_size=2)
+    check(str(tmp_path), mark, pipeline_parallel_size=2)
 
 
 def test_a_scheduler_that_may_plan_no_images_is_refused(tmp_path: Path) -> None:
