@@ -121,7 +121,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: (row, places among its features) of the images whose embeddings this step needs and the executor does not have.
     #: It encodes them before the batch runs, and keeps them until a plan frees them.
     scheduled_encoder_inputs: list[tuple[int, list[int]]] = []
-    freed_encoder_inputs: list[bytes] = []  # digests of images whose embeddings are dropped, before others are encoded
+    #: Digests of images whose embeddings, or what has been made of them in parts, are dropped, before others are
+    #: encoded. A step may have nothing else.
+    freed_encoder_inputs: list[bytes] = []
     #: (digest, part) of large images, which are encoded in parts (FeatureUse.num_parts): this step computes up to the
     #: end of this part, counted from 1. Embeddings are kept as those of scheduled_encoder_inputs. Nothing needs them
     #: before a later step, and a step may have no rows.
@@ -140,7 +142,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_empty(self) -> bool:
         """Return whether there is nothing to run. There may still be rows to remove."""
-        return len(self.rows) == 0 and not self.image_parts
+        return len(self.rows) == 0 and not self.image_parts and not self.freed_encoder_inputs
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):

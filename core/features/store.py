@@ -11,7 +11,6 @@ equal content, and the prefix cache needs no further key. Numbers are never reus
 """
 
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -43,10 +42,6 @@ MAX_SESSION_BYTES, MAX_PUT_BYTES = 128 << 20, 512 << 20
 _MAX_DIMENSIONS = 3  # in a feature's shape
 _MAX_SHAPE = 8  # numbers of a shape that error texts show
 _MAX_NUMBERED = 2**31  # a token's id is an int32
-#: Rows in each direction of the image with which the time of encoders for any size is measured.
-_TRIAL_SIDE = 8
-#: For each so many rows of an image, a row takes as long once more as one of that image: it sees more patches.
-_TRIAL_ROWS = 256
 _ONE_MESSAGE = MAX_CLIENT_MESSAGE_BYTES - 4096  # bytes of an image that clients can put which know no parts
 #: Numbers that are remembered. A forgotten feature gets a new one.
 MAX_NUMBERS = 65_536
@@ -448,17 +443,3 @@ class Features:
 
 def _bytes_of(kept: PutFeature | str) -> int:
     return len(kept) if isinstance(kept, str) else len(kept.data)
-
-
-def encoder_ns(features: Features | None, num_tokens: int) -> int:
-    """Return how long the encoder takes for images of so many tokens, which a step may encode. 0 = no encoder."""
-    encoder = None if features is None else features.encoder
-    if encoder is None:
-        return 0
-    side = _TRIAL_SIDE if encoder.any_size else 1
-    begin = time.perf_counter_ns()
-    encoder.encode(np.zeros((side * encoder.image_size, side * encoder.image_size, 3), np.uint8))
-    taken = time.perf_counter_ns() - begin
-    if not encoder.any_size:
-        return taken * num_tokens // encoder.num_rows
-    return taken * (4 + num_tokens // _TRIAL_ROWS) * num_tokens // side**2

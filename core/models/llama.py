@@ -55,7 +55,7 @@ def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
 
 
 def blocks_per_page(operations: Operations, whole: ModelConfig) -> int:
-    """Return how many blocks a page has; 0: layers have blocks in common. whole: the model of which this may be a part."""
+    """Return how many blocks a page has; 0: layers have blocks in common. whole: the model, of which a part may run."""
     return operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) and whole.streams is None else 0
 
 

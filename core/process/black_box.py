@@ -12,6 +12,7 @@ from typing import Any
 
 from core.execution.executor import WARM_UP_TOKENS
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from core.features.image_waits import NO_WAITS, ImageWaits
 from core.scheduling.interface import SchedulerInterface
 from core.scheduling.stats import SchedulerStats
 from ipc.records.black_box import (
@@ -48,12 +49,19 @@ class BlackBox:
 
     fd: the memory file's; -1 = it is not read. A file with too few rows, or of a size that no page has, created by an
     owner of another version, is not used either. num_rows: the engine's max_num_seqs. warm_up_ns: how long
-    Executor.warm_up() took, used to predict the first step; 0 = unknown. wait_ns: how long the images of a step may
-    take. may_wait: any step may have images, because the scheduler does not plan them.
+    Executor.warm_up() took, used to predict the first step; 0 = unknown. waits: how long the images of a step may take.
+    may_wait: any step may have images, because the scheduler does not plan them.
     """
 
     def __init__(
-        self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, *, wait_ns: int = 0, may_wait: bool = False
+        self,
+        fd: int,
+        num_rows: int,
+        epoch: int,
+        warm_up_ns: int = 0,
+        *,
+        waits: ImageWaits = NO_WAITS,
+        may_wait: bool = False,
     ) -> None:
         self._ends_bytes = 8 * num_rows
         if fd >= 0 and rows_of(fd) >= num_rows:
@@ -65,7 +73,7 @@ class BlackBox:
         self._slowest_ns = page.slowest_ns
         _, ends, rows, counts, self._digests = page.offsets
         self._slots = [(rows + 4 * n * num_rows, counts + 4 * n * num_rows, ends + 8 * n * num_rows) for n in (0, 1)]
-        self._warm_up_ns, self._wait_ns, self._may_wait = warm_up_ns, wait_ns, may_wait
+        self._warm_up_ns, self._waits, self._may_wait = warm_up_ns, waits, may_wait
         self._kinds = [_Size(*of_kind) for of_kind in page.slowest_ns.T.tolist()]  # including those of previous engines
         self._expect()
         self._began = [(0, self._kinds[0]), (0, self._kinds[0])]  # of the last two steps
@@ -101,8 +109,11 @@ class BlackBox:
             kind = self._kind = self._kinds[max(1, min(num_tokens.bit_length(), NUM_SIZES)) - 1]
         num_rows, num_tokens = self._sizes
         expected = kind.expected
-        if self._wait_ns and expected and (plan.scheduled_encoder_inputs or plan.image_parts or self._may_wait):
-            expected += self._wait_ns
+        if expected and self._waits is not NO_WAITS:
+            if plan.scheduled_encoder_inputs or self._may_wait:
+                expected += self._waits.whole_ns
+            if plan.image_parts:
+                expected += self._waits.part_ns
         begun_ns = time.monotonic_ns()
         self._num_begun, self._began[step % 2] = step, (begun_ns, kind)
         BEGUN.pack_into(

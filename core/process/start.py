@@ -25,7 +25,7 @@ from core.capture.writer import CaptureWriter, check_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo, MortalExecutor, UpdatesWeights
 from core.execution.shared_blocks import SharedBlocks, shared_blocks_of
-from core.features.store import encoder_ns
+from core.features.image_waits import image_waits
 from core.grammars.checker import CheckedGrammars
 from core.inputs import EngineInput, StoreNews
 from core.process.black_box import BlackBox
@@ -307,14 +307,15 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
     stores = open_stores(config, executor)
-    encoder_wait_ns = encoder_ns(features, config.max_num_encoder_input_tokens)
+    may_wait = config.scheduler_cls != BUILT_IN_SCHEDULER
+    waits = image_waits(features, config.max_num_encoder_input_tokens, has_parts=not may_wait)
     box = BlackBox(
         start.black_box_fd,
         config.max_num_seqs,
         start.epoch,
         warm_up_ns,
-        wait_ns=encoder_wait_ns,
-        may_wait=config.scheduler_cls != BUILT_IN_SCHEDULER,
+        waits=waits,
+        may_wait=may_wait,
     )
     engine = _make_engine(start, config, executor, io, capture, box, stores)
     return engine._replace(rest=grammars.load_ahead) if generates(executor.info.tasks) else engine

@@ -12,6 +12,7 @@ from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.draft import Draft
 from core.scheduling.limits import Limit
 from core.scheduling.parts import SchedulerParts
+from ipc.tables.rounding import ceil_div
 from ipc.wire.feature_messages import FeatureUse
 
 
@@ -24,15 +25,22 @@ class ImageInParts(NamedTuple):
     num_done: int
     request: Request  # the one that it was begun for
 
+    @property
+    def step_rows(self) -> int:
+        """Return how many rows one part counts as."""
+        return ceil_div(self.num_rows, self.num_parts)
+
 
 class _Needs:
     """The encoder inputs that a step needs so far, by digest."""
 
-    def __init__(self, num_tokens: int) -> None:
-        """num_tokens: of an image whose last part this step computes."""
+    def __init__(self, run: ImageInParts | None) -> None:
+        """run: what is encoded in parts, if it goes on."""
+        is_last = run is not None and run.num_done + 1 == run.num_parts
         self.inputs: set[bytes] = set()
-        self.num_tokens = num_tokens  # of all of them
-        self.num_new = 0  # tokens of those that are not in the cache
+        self.num_tokens = run.num_rows if run is not None and is_last else 0  # of all of them
+        self.num_new = 0 if run is None else run.step_rows  # tokens of those that are not in the cache
+        self.run = run  # also one that begins with this step
         #: Images that are encoded in parts and are not there yet, before which a chunk of this step ends.
         self.in_parts: list[tuple[Request, FeatureUse]] = []
 
@@ -46,8 +54,8 @@ class EncoderInputs:
     (core/process/resolve.py), so no request waits forever.
 
     A large image is encoded in parts (FeatureUse.num_parts): one image at a time, one part in each step, next to the
-    others' tokens. Chunks end before it until its embeddings are there. If its request ends before that and no
-    other needs it, the next plan drops what was made of it.
+    others' tokens. Its share of the image's tokens counts in the budget. Chunks end before it until its embeddings are
+    there. If its request ends before that and no other needs it, a plan drops what was made of it, at once.
 
     The executor has the embeddings. This is the record of them: a plan says which images it encodes and which
     embeddings it drops first, the least recently used ones. They belong to no request: a preempted one finds its
@@ -170,25 +178,40 @@ class EncoderInputs:
             if encoded:
                 new.append((request, encoded))
                 self._stats.num_encoder_inputs += len(encoded)
+        is_abandoned = self._abandon()
         needed |= self._go_on(draft)
         self._needs = None
         self._cache(needed)
         draft.encoded = [(request.row, places) for request, places in new if request.row != NO_ROW]
         draft.encoded_at_start = [(request, places) for request, places in new if request.row == NO_ROW]
-        if self._dropped and (draft.starts or draft.counts.any() or draft.image_parts):
+        if self._dropped and (is_abandoned or draft.starts or draft.counts.any() or draft.image_parts):
             draft.dropped, self._dropped = self._dropped, []
+
+    def _abandon(self) -> bool:
+        """If the request of what is encoded in parts has ended, give it to another, or drop it. Return whether it is.
+
+        Another image may then begin with this step.
+        """
+        needs = self._step_needs()
+        if (run := needs.run) is None or not run.request.is_finished:
+            return False
+        if others := [request for request, use in needs.in_parts if use.digest == run.digest]:
+            needs.run = run._replace(request=others[0])
+            return False
+        self._dropped.append(run.digest)
+        needs.run, needs.num_new = None, needs.num_new - run.step_rows
+        if needs.in_parts:
+            needs.run = self._begun(*needs.in_parts[0], needs.num_new)
+        return True
+
+    def _begun(self, request: Request, use: FeatureUse, num_new: int) -> ImageInParts | None:
+        """Return an image that is encoded in parts from this step on; None: its first part does not fit the budget."""
+        run = ImageInParts(use.digest, use.num_rows, use.num_parts, 0, request)
+        return run if num_new + run.step_rows <= self.budget else None
 
     def _go_on(self, draft: Draft) -> dict[bytes, int]:
         """Plan one part of an image that is encoded in parts. Return its tokens by digest if it is the last part."""
-        run, wanted = self._run, self._step_needs().in_parts
-        if run is not None and run.request.is_finished:
-            others = [request for request, use in wanted if use.digest == run.digest]
-            if not others:
-                self._dropped.append(run.digest)
-            run = run._replace(request=others[0]) if others else None
-        if run is None and wanted:
-            request, use = wanted[0]
-            run = ImageInParts(use.digest, use.num_rows, use.num_parts, 0, request)
+        run = self._step_needs().run
         if run is not None and (draft.budget or draft.starts or draft.counts.any()):  # otherwise nothing may run now
             run = run._replace(num_done=run.num_done + 1)
             draft.image_parts = [(run.digest, run.num_done)]
@@ -234,6 +257,9 @@ class EncoderInputs:
                 continue
             if use.num_parts > 1 and use.digest not in self._cached:
                 needs.in_parts.append((request, use))
+                if needs.run is None and (run := self._begun(request, use, num_new)) is not None:
+                    needs.run = run
+                    needs.num_new += run.step_rows
                 return max(begin, use.position), inputs
             num_tokens += use.num_rows
             num_new += 0 if use.digest in self._cached else use.num_rows
@@ -250,9 +276,7 @@ class EncoderInputs:
 
     def _step_needs(self) -> _Needs:
         if self._needs is None:
-            run = self._run
-            is_last = run is not None and run.num_done + 1 == run.num_parts
-            self._needs = _Needs(run.num_rows if run is not None and is_last else 0)
+            self._needs = _Needs(self._run)
         return self._needs
 
     def _running(self, draft: Draft) -> Iterator[tuple[int, Request, int]]:

@@ -473,7 +473,7 @@ class Scheduler:
             counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
         self.decision = draft.decision(rows, counts, len(self.waiting), self.pool.num_free)
         self.stats.count_decision(self.decision)
-        if not len(rows) and not draft.image_parts:
+        if not len(rows) and not draft.image_parts and not draft.dropped:
             return finish_plan(draft, rows, counts, NOTHING_CARRIED)  # not run: the next plan that runs carries it
         self._step += 1
         if self.batch.carried.renewed_rows:

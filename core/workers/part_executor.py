@@ -119,7 +119,7 @@ class EarlierRunner(ModelRunner):
         if len(plan.removed_rows):
             for one in self._awaited:
                 one.live &= ~np.isin(one.rows, plan.removed_rows)
-        if plan.image_parts and not len(plan.rows):
+        if not len(plan.rows):  # it encodes or drops images only
             self._awaited.append(_Awaited(plan, NO_INTS, np.ones(0, np.bool_), None))
             return ModelRunnerOutput(plan.step, NO_INT32S)
         self.model.wake()

@@ -178,7 +178,7 @@ class FollowingRunner(FollowsTrials):
         """Run this rank's part of one step. The output is not used."""
         self.apply_blocks(plan)
         self._feature_rows.apply(plan)
-        if plan.image_parts and not len(plan.rows):
+        if not len(plan.rows):  # it encodes or drops images only
             assert isinstance(next_order(self._leader), Sampled), "the first rank has sampled nothing"
             return ModelRunnerOutput(plan.step, NO_INT32S)
         self.model.wake()

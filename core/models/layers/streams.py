@@ -57,8 +57,9 @@ class LayerStreams:
 class ModelStreams:
     """What makes all streams of embeddings, and one of all streams."""
 
-    before: Sequence[Product]  # of the streams but the first, from embeddings; none if these layers are not a model's first
-    after: Sequence[Product]  # of the same, to the model's output; none if they are not the last
+    #: Of the streams but the first, from embeddings; none if the layers are not a model's first.
+    before: Sequence[Product]
+    after: Sequence[Product]  # of the same, to the model's output; none if the layers are not the last
     arithmetic: StreamArithmetic
 
     def begin(self, hidden: Tensor) -> Streams:

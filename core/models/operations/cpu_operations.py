@@ -290,8 +290,8 @@ class CpuOperations:
         elif place is None or (len(table.parts) == 1 and PLAIN_TYPES.get(part.type_name) == self._dtype):
             rows = table.dense(self._dtype).reshape(-1, width)
         else:
-            first, place = own.first_layer * width, None
-            rows = _columns(table, first, first + self._config.num_hidden_layers * width, self._dtype).reshape(-1, width)
+            first, count, place = own.first_layer * width, self._config.num_hidden_layers * width, None
+            rows = _columns(table, first, first + count, self._dtype).reshape(-1, width)
         lookup, product = CpuEmbedding(self.library, rows, scale), self._packed(projection)
         options: dict[str, Any] = {"given_id": own.given_id, "place": place}
         return CpuPerLayerInputs(self.library, lookup, product, norm=norm, eps=eps, **options)

@@ -15,6 +15,8 @@ from core.models.parts.weight_parts import WeightParts
 from core.models.step import ModelInputs, StepResult
 from kernels.elements import Dtype
 
+_NOTHING = Passed([], None, [])
+
 
 class StageStreams(StageLlama):
     """A StageLlama whose layers run operation by operation. All streams are passed on."""
@@ -51,7 +53,7 @@ class _StreamsOfStage(ModelStreams):
 
     is_last: bool
     passed: Passed | None = None  # None: this is the first stage
-    left: Passed = Passed([], None, [])  # after the last step
+    left: Passed = _NOTHING  # after the last step
 
     def take_embeddings(self, *_: Tensor) -> Tensor:
         """Return the embeddings of the step's tokens."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from core.features.image_waits import ImageWaits
 from core.process.black_box import BlackBox
 from frontend.engine.process import EngineProcess
 from ipc.machine.memory_files import make_memory_file
@@ -207,17 +208,25 @@ def test_a_page_may_have_more_rows_than_the_engine() -> None:
 
 def test_a_step_may_wait_for_its_turn() -> None:
     page = BlackBoxFile(8)
-    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500, may_wait=True))
+    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, waits=ImageWaits(500, 70), may_wait=True))
     steps.begin([0], [1])
     assert page.reader.read().expected_ns == 1500
 
 
 def test_a_step_with_images_takes_longer() -> None:
     page = BlackBoxFile(8)
-    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, wait_ns=500))
-    for images, expected in (([], 1000), ([(0, [0])], 1500), ([], 1000)):
+    steps = Steps(BlackBox(page.fd, 8, 0, warm_up_ns=1000, waits=ImageWaits(500, 70)))
+    one, part = [(0, [0])], [(b"1", 1)]
+    for images, parts, expected in (
+        ([], [], 1000),
+        (one, [], 1500),
+        ([], part, 1070),
+        (one, part, 1570),
+        ([], [], 1000),
+    ):
         steps.stats.num_scheduled_tokens += 1
-        steps.box.begin(msgspec.structs.replace(plan([0], [1]), scheduled_encoder_inputs=images))
+        encoded = {"scheduled_encoder_inputs": images, "image_parts": parts}
+        steps.box.begin(msgspec.structs.replace(plan([0], [1]), **encoded))
         assert page.reader.read().expected_ns == expected
 
 

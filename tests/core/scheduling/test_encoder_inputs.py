@@ -78,6 +78,7 @@ class Hand(ByHand):
                 self.cache[use.digest] = use.num_rows
                 self.encoded.append(use.digest[0])
                 num_new += use.num_rows
+        num_new += len(plan.image_parts) * -(-ROWS // self.num_parts)
         assert num_new <= self.config.max_num_encoder_input_tokens
         assert sum(self.cache.values()) <= self.config.encoder_cache_size
         assert self.cache == dict(self.scheduler.encoder_inputs._cached)

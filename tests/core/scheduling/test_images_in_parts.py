@@ -62,8 +62,47 @@ def test_a_request_alone_has_steps_without_rows() -> None:
     ]
 
 
-def test_a_small_image_does_not_wait_for_a_large_one() -> None:
+def test_a_part_counts_in_the_budget() -> None:
+    """It counts as one of the image's four tokens, and the other images of its step have what is left."""
+    machine = hand(ROWS + 1)
+    machine.add(asks(1, 12, {0: LARGE}))
+    machine.add(asks(2, 24, {4: SMALL, 12: 3}))
+    assert machine.step() == {2: 12}  # up to its second image, for which there is no room
     machine = hand()
+    machine.add(asks(1, 12, {0: LARGE}))
+    machine.add(asks(2, 12, {4: SMALL}))
+    assert [machine.step() for _ in range(PARTS)] == [{2: 4}, *[{}] * (PARTS - 1)]
+    assert machine.encoded == [LARGE]
+    assert machine.step() == {1: 12, 2: 8}
+
+
+def test_a_large_image_waits_for_those_before_it() -> None:
+    machine = hand()
+    machine.add(asks(1, 12, {4: SMALL}))
+    machine.add(asks(2, 12, {0: LARGE}))
+    assert machine.step() == {1: 12}
+    assert (machine.encoded, machine.parts) == ([SMALL], {})
+    for _ in range(PARTS):
+        machine.step()
+    assert machine.encoded == [SMALL, LARGE]
+
+
+def test_what_is_left_of_an_aborted_image_is_dropped_by_a_plan_of_its_own() -> None:
+    machine = hand()
+    machine.add(asks(1, 12, {0: LARGE}))
+    machine.step()
+    machine.scheduler.finish_requests(0, [1])
+    machine.flush()
+    plan = machine.schedule()
+    assert (plan.freed_encoder_inputs, len(plan.rows), plan.image_parts) == ([bytes([LARGE])], 0, [])
+    assert not plan.is_empty
+    machine.update(plan)
+    assert not machine.parts
+    assert machine.schedule().is_empty
+
+
+def test_a_small_image_does_not_wait_for_a_large_one() -> None:
+    machine = hand(2 * ROWS)
     machine.add(asks(1, 12, {0: LARGE}))
     assert machine.step() == {}
     machine.add(asks(2, 12, {4: SMALL}))

@@ -73,7 +73,9 @@ def check(folder: str, mark: str, **options: Any) -> None:
             for size in (2, 3)
         ),
         *(
-            pytest.param(name, {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}, marks=pytest.mark.soak)
+            pytest.param(
+                name, {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}, marks=pytest.mark.soak
+            )
             for name in MODELS
             for ranks, stages in ((1, 2), (2, 2))
         ),
