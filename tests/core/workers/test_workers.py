@@ -15,12 +15,14 @@ import pytest
 
 from core.capture.engine import CapturedEngine, start_capture
 from core.engine import EngineCore
-from core.execution.executor import ExecutorEndedError
+from core.execution.executor import ExecutorEndedError, ModelInfo
+from core.execution.plan import SchedulerOutput
 from core.executors.fake_options import with_fake_options
 from core.inputs import EngineInput
 from core.process.resolve import resolve
 from core.workers import executor as module
-from core.workers import step_clock
+from core.workers import sent_features, step_clock
+from core.workers.crew import Crew
 from core.workers.executor import create
 from frontend.engine.process import EngineProcess
 from ipc.errors import ConfigError, EngineStartError, ModelFileError
@@ -129,6 +131,39 @@ def test_a_stopped_worker_is_killed_as_hung(monkeypatch: pytest.MonkeyPatch, log
         assert run.answer(messages(), {30: run.kill(signal.SIGSTOP)}) == expected()
         assert len(run.executor._losses) == 1
     assert "a step of 8 tokens has not ended after" in logged()
+
+
+class SlowSender:
+    """Stands for an engine that encodes a large image before one plan."""
+
+    def __init__(self, features: object) -> None:
+        self._at = 30
+
+    def messages(self, plan: SchedulerOutput, held: set[bytes]) -> tuple[()]:
+        time.sleep(1.5 if plan.step == self._at else 0)
+        return ()
+
+
+def test_workers_that_wait_for_an_image_do_not_hang(monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]) -> None:
+    """A step is in flight while the engine encodes, and its result is not taken."""
+    load = Crew.load
+
+    def reading(crew: Crew) -> ModelInfo:
+        info = load(crew)
+        crew.reads_features = True
+        return info
+
+    monkeypatch.setattr(step_clock, "LEAST_S", 0.4)
+    monkeypatch.setattr(Crew, "load", reading)
+    monkeypatch.setattr(sent_features, "sent_features", lambda config, dtype: object())
+    monkeypatch.setattr(sent_features, "FeatureSender", SlowSender)
+    with Run(EngineConfig(**{**_options(CONFIG), "async_scheduling": True})) as run:
+        before = run.executor.pids
+        begin = time.monotonic()
+        assert run.answer(messages(), {}) == expected()
+        assert time.monotonic() - begin > 1.5
+        assert run.executor.pids == before
+    assert "has not ended" not in logged()
 
 
 @pytest.mark.soak
