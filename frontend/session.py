@@ -31,7 +31,7 @@ from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_prompts import render_prompts
 from frontend.text.chat_template import render_chat
-from frontend.text.known_tokenizers import KnownTokenizers
+from frontend.text.known_tokenizers import AHEAD, KnownTokenizers
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
@@ -391,7 +391,7 @@ class EngineHandle:
     def _load_theirs(self, template: dict[str, bytes]) -> None:
         """Load the engine's files, unless their tokenizer is known. template: the caller's own, or nothing."""
         files_hash = self.client.welcome.tokenizer_hash
-        found = None if template else self._known.get(files_hash)
+        found = None if template else AHEAD.take(files_hash) or self._known.get(files_hash)
         if found is not None:
             self.tokenizer, self._files = found
             return

@@ -17,15 +17,17 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files.gguf_strings import CutStringError, GgufStrings, find_strings
 from ipc.files.mapped_file import map_file
 from ipc.tables.rounding import round_up
 
 GgufScalar: TypeAlias = bool | int | float | str
-GgufValue: TypeAlias = GgufScalar | list[GgufScalar]
+GgufValue: TypeAlias = GgufScalar | list[GgufScalar] | GgufStrings
 
 #: Metadata and tensor infos together, bytes. Vocabularies of 256k tokens take about 15 MB.
 MAX_HEADER_BYTES = 64 << 20
 MAX_ARRAY_LENGTH = 1 << 22
+_MANY = 1024  # strings; read_gguf() does not decode an array of more
 MAX_DIMENSIONS = 4  # ggml's GGML_MAX_DIMS
 _DEFAULT_ALIGNMENT = 32  # bytes
 _MAX_ALIGNMENT = 1 << 16
@@ -101,9 +103,10 @@ class GgufHeader(msgspec.Struct, frozen=True):
 def read_gguf(path: Path) -> GgufHeader:
     """Return the header of a GGUF file. Every tensor is inside the file, and none overlap.
 
-    Reading a vocabulary takes tenths of a second, so the headers of the last two files, which may be a model and its
-    projector, are kept until a file changes or forget_gguf(). Errors: ModelFileError naming the file, the byte offset
-    and what was expected; UnsupportedModelError for a valid file of another version, byte order or tensor type.
+    The strings of a vocabulary are decoded when they are asked for (GgufStrings). The headers of the last two files,
+    which may be a model and its projector, are kept until a file changes or forget_gguf(). Errors: ModelFileError
+    naming the file, the byte offset and what was expected; UnsupportedModelError for a valid file of another version,
+    byte order or tensor type.
     """
     state = _state_of(path)
     if (path, state) not in _kept:
@@ -115,9 +118,9 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 def read_gguf_tensors(path: Path) -> dict[str, GgufTensor]:
-    """Return the tensors of read_gguf() without reading the vocabulary, if the header is not kept. Errors: the same."""
+    """Return the tensors of read_gguf(), without keeping the header. Errors: the same."""
     kept = _kept.get((path, _state_of(path)))
-    return (_read_header(path, skips_strings=True) if kept is None else kept).tensors
+    return (_read_header(path) if kept is None else kept).tensors
 
 
 def forget_gguf() -> None:
@@ -138,9 +141,9 @@ def _state_of(path: Path) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _read_header(path: Path, *, skips_strings: bool = False) -> GgufHeader:
+def _read_header(path: Path) -> GgufHeader:
     with map_file(path) as data:
-        cursor = _Cursor(data, str(path), skips_strings=skips_strings)
+        cursor = _Cursor(data, str(path), decodes_all=False)
         version, num_tensors, metadata = _read_metadata(cursor)
         metadata_bytes = cursor.position
         alignment = _alignment(cursor, metadata)
@@ -170,12 +173,12 @@ def cut_gguf_metadata(path: Path) -> bytes:
 
 
 class _Cursor:
-    """A position in the header. Nothing is read past `end`. skips_strings: arrays of strings are read as empty ones."""
+    """A position in the header. Nothing is read past `end`. decodes_all: False = long arrays become GgufStrings."""
 
-    def __init__(self, data: bytes | mmap.mmap, source: str, *, skips_strings: bool = False) -> None:
+    def __init__(self, data: bytes | mmap.mmap, source: str, *, decodes_all: bool = True) -> None:
         self.data = data
         self.source = source
-        self.skips_strings = skips_strings
+        self.decodes_all = decodes_all
         self.position = 0
         self.end = min(len(data), MAX_HEADER_BYTES)
 
@@ -241,7 +244,7 @@ def _read_value(cursor: _Cursor, kind: int, key: str) -> GgufValue:
     if count > MAX_ARRAY_LENGTH:
         cursor.fail(f"array {key!r:.80} has {count} elements; at most {MAX_ARRAY_LENGTH} are allowed")
     if kind == _STRING:
-        return (_skip_strings if cursor.skips_strings else _read_strings)(cursor, count, key)
+        return (_read_strings if cursor.decodes_all or count <= _MANY else _find_strings)(cursor, count, key)
     return _read_numbers(cursor, kind, count, key)
 
 
@@ -282,18 +285,17 @@ def _read_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
     return strings
 
 
-def _skip_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
-    """Go past strings, whatever bytes they have, and return none."""
+def _find_strings(cursor: _Cursor, count: int, key: str) -> GgufStrings:
+    """Go past strings, whatever bytes they have, and return where they are."""
     cursor.check_count(count, 8, f"strings of {key!r:.80}")
-    data, end, position, unpack = cursor.data, cursor.end, cursor.position, _U64.unpack_from
-    for index in range(count):
-        length = unpack(data, position)[0] if position + 8 <= end else 0
-        if position + 8 + length > end:
-            cursor.position = position
-            cursor.read_string(f"string {index} of {key!r:.80}")
-        position += 8 + length
-    cursor.position = position
-    return []
+    begin = cursor.position
+    try:
+        starts, cursor.position = find_strings(cursor.data, begin, count, cursor.end)
+    except CutStringError as error:
+        cursor.position = error.position
+        cursor.read_string(f"string {error.index} of {key!r:.80}")
+        raise AssertionError(f"{error} of {count} is whole after all") from None
+    return GgufStrings(cursor.data[begin : cursor.position], starts - begin, f"{cursor.source}: {key}")
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, GgufValue]) -> int:

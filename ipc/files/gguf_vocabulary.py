@@ -7,13 +7,14 @@ WordPiece ones have neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
+from ipc.files.gguf_strings import GgufStrings
 from ipc.files.gguf_wordpiece import build_wordpiece
 
 # PRE_TOKENIZERS: how text is split before the merges of byte-level BPE, by its name in a GGUF file.
@@ -149,7 +150,7 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
             "with scores), 'gemma4' (with merges), 't5' (unigram) and 'bert' (WordPiece) are supported"
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(vocabulary) != len(tokens):
         raise ModelFileError(f"tokenizer.ggml.tokens has {len(tokens) - len(vocabulary)} tokens twice")
     types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens, default=_NORMAL)
@@ -181,7 +182,7 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
     if token_id is None:
         return None
     tokens = metadata.get("tokenizer.ggml.tokens")
-    count = len(tokens) if isinstance(tokens, list) else 0
+    count = len(tokens) if isinstance(tokens, list | GgufStrings) else 0
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < count:
         raise ModelFileError(f"{key} is {token_id!r}; the vocabulary has {count} tokens")
     return token_id
@@ -195,9 +196,10 @@ def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
     """
     if "tokenizer.ggml.token_type" not in metadata:
         return []
-    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    given = metadata.get("tokenizer.ggml.tokens")
+    tokens = given if isinstance(given, GgufStrings) else _list(metadata, "tokenizer.ggml.tokens", str)
     types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens)
-    ends = {token: at for at, token in enumerate(tokens) if token in _END_NAMES and types[at] == _CONTROL}
+    ends = {token: at for at, kind in enumerate(types) if kind == _CONTROL and (token := tokens[at]) in _END_NAMES}
     if _MESSAGE_ENDS & ends.keys():
         ends.pop("<|end|>", None)
     return list(ends.values())
@@ -205,9 +207,9 @@ def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
 
 def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     pre = _pre_tokenizer(metadata)
-    merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+    merges = _merges(metadata)
     # Llama 3's vocabulary has words that its merges cannot produce; its own tokenizer.json first looks up whole words.
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
+    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, merges, ignore_merges=pre.ignores_merges))
     if pre.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre.build()
@@ -231,7 +233,7 @@ def _sentencepiece(
         if metadata.get(key):
             raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
     if "tokenizer.ggml.merges" in metadata or metadata["tokenizer.ggml.model"] == "gemma4":
-        merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
+        merges = _merges(metadata)
     else:
         scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
         merges = merges_of_scores(vocabulary, scores, types)
@@ -254,20 +256,25 @@ def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokeni
     return build_unigram(tokens, scores, gguf_token_id(metadata, "unknown"), characters)
 
 
-def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is not a
-    token.
-    """
-    merges = []
-    for index, line in enumerate(lines):
-        left, _, right = line.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ModelFileError(
-                f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated by a "
-                "space, that form a third"
-            )
-        merges.append((left, right))
-    return merges
+def _merges(metadata: Mapping[str, GgufValue]) -> list[tuple[str, str]]:
+    """Read the merges; _bpe() checks them."""
+    lines = _list(metadata, "tokenizer.ggml.merges", str)
+    return [line.partition(" ")[::2] for line in lines]  # type: ignore[misc]  # the length of a slice
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    """Return the library's model, which looks up each merge. Errors: ModelFileError naming the first wrong merge."""
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # the library raises Exception itself
+        for index, (left, right) in enumerate(merges):
+            if not {left, right, left + right} <= vocabulary.keys():
+                line = f"{left} {right}" if right else left
+                raise ModelFileError(
+                    f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated "
+                    "by a space, that form a third"
+                ) from None
+        raise ModelFileError(f"the GGUF file's merges cannot be used: {error}") from None
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
@@ -322,10 +329,9 @@ def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> lis
         raise ModelFileError(
             f"the GGUF file's tokenizer is incomplete: {key} must be a list, got {type(values).__name__}"
         )
-    checked = [value for value in values if isinstance(value, item)]
-    if len(checked) != len(values):
+    if not all(issubclass(kind, item) for kind in set(map(type, values))):
         raise ModelFileError(f"{key} must hold only {item.__name__} values")
-    return checked
+    return cast("list[_Item]", values)
 
 
 # SentencePiece vocabularies of GGUF files ("llama": Llama 2, Mistral, Gemma), as a `tokenizers.Tokenizer`.
@@ -357,9 +363,9 @@ def build_sentencepiece(
     tokens begins as if after a space (llama.cpp and Llama 2's own tokenizer.json do this); decoding removes that space.
     """
     names = list(vocabulary)
-    model = models.BPE(
-        vocab=dict(vocabulary),
-        merges=list(merges),
+    model = _bpe(
+        dict(vocabulary),
+        list(merges),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=None if unknown is None else names[unknown],

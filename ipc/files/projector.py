@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import GgufValue, read_gguf
+from ipc.files.gguf_strings import GgufStrings
 
 
 class ProjectorKind(NamedTuple):
@@ -177,6 +178,6 @@ def _fault(file: Path, path: Path) -> str:
     if theirs != ours:
         return f"belongs to another model: its rows have {theirs!r:.80} numbers, but those of {path} have {ours!r:.80}"
     tokens = model.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or kind.mark not in tokens:
+    if not isinstance(tokens, list | GgufStrings) or kind.mark not in tokens:
         return f"needs the token {kind.mark}, which is not in the vocabulary of {path}"
     return ""

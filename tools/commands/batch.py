@@ -14,6 +14,7 @@ from frontend.http.openai.batch import run_batch
 from frontend.http.openai.batch_files import BatchOutput, check_requests
 from frontend.http.process.options import HttpOptions
 from frontend.http.wire.server import open_engine
+from frontend.text.known_tokenizers import make_ahead
 from ipc.errors import ConfigError
 from tools.commands.http import add_receipt_key, read_receipt_key
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     progress = _Progress(total, len(output.done))
     try:
         if len(output.done) < total:
-            with engine_at(parsed.connect, options) as (address, _, _):
+            with engine_at(parsed.connect, options, meanwhile=make_ahead) as (address, _, _):
                 _answer(address, parsed, source, output, progress)
     finally:
         output.close()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from frontend.async_llm import AsyncLLM
 from frontend.lora import LoRARequest
 from frontend.session import Message
+from frontend.text.known_tokenizers import make_ahead
 from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, PromptTooLongError
 from ipc.log_lines import counted
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
@@ -112,7 +113,8 @@ class _EngineModel:
 @contextlib.contextmanager
 def _engine_model(parsed: argparse.Namespace, options: Mapping[str, Any]) -> Iterator[Model]:
     """Yield the model of an engine: of the one at --connect, otherwise of a new one."""
-    with engine_at(parsed.connect, options, is_quiet=parsed.quiet) as (address, process, _), asyncio.Runner() as runner:
+    started = engine_at(parsed.connect, options, is_quiet=parsed.quiet, meanwhile=make_ahead)
+    with started as (address, process, _), asyncio.Runner() as runner:
         try:
             template = options.get("chat_template") if parsed.connect is not None else None
             llm = runner.run(AsyncLLM.create(connect=address, client_name="chat", chat_template=template))

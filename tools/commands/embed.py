@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from frontend.llm import LLM
+from frontend.text.known_tokenizers import make_ahead
 from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
@@ -24,7 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     texts: list[PromptInput] = [text for given in parsed.texts for text in _read(given)]
     if parsed.connect is None and options.get("runner", "auto") == "auto":
         options["runner"] = "pooling"
-    with engine_at(parsed.connect, options) as (address, _, _), LLM(connect=address) as llm:
+    started = engine_at(parsed.connect, options, meanwhile=make_ahead)
+    with started as (address, _, _), LLM(connect=address) as llm:
         outputs = llm.embed(texts, use_tqdm=False, pooling_params=params, prompt_name=parsed.prompt_name)
         for text, output in zip(texts, outputs, strict=True):
             line = {"text": text, "num_tokens": len(output.prompt_token_ids), "embedding": output.outputs.embedding}

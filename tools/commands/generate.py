@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from ipc.errors import EngineDeadError
+from ipc.options.config import EngineConfig
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.flags.sampling_options import add_lora_option, add_sampling_options, sampling_params
 from tools.service.start import check_connect, engine_at
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     check_connect(parsed.connect, options)
     sampling_params(parsed, {}, {})  # refuse a bad value before an engine starts
     read_piped_prompt(parsed.prompts)
-    started = engine_at(parsed.connect, options, is_quiet=parsed.quiet, meanwhile=_answers)
+    started = engine_at(parsed.connect, options, is_quiet=parsed.quiet, meanwhile=_prepare_answers)
     with started as (address, process, start_s):
         try:
             summary = _answers().answer_all(parsed, address, start_s)
@@ -28,6 +29,15 @@ def main(arguments: Sequence[str]) -> int:
             ended = process.describe_exit() if process is not None else ""
             raise EngineDeadError(ended or str(error)) from error
     return 1 if any(request.error for request in summary.requests) else 0
+
+
+def _prepare_answers(config: EngineConfig) -> None:
+    """Make what the answers need: their tokenizer takes as long as an engine's start."""
+    _answers()
+    # Imported late: it takes long, and so overlaps with the engine's start.
+    from frontend.text.known_tokenizers import make_ahead
+
+    make_ahead(config)
 
 
 def _answers() -> ModuleType:

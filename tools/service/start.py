@@ -31,7 +31,7 @@ def engine_at(
     options: Mapping[str, Any],
     *,
     is_quiet: bool = False,
-    meanwhile: Callable[[], object] = lambda: None,
+    meanwhile: Callable[[EngineConfig], object] = lambda config: None,
 ) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
     """Yield (address, process, seconds of its start) of an engine with these options, or of the one at `connect`.
 
@@ -51,12 +51,12 @@ def started_engine(
     *,
     on_phase: OnPhase | None = None,
     is_quiet: bool = False,
-    meanwhile: Callable[[], object] = lambda: None,
+    meanwhile: Callable[[EngineConfig], object] = lambda config: None,
 ) -> Iterator[tuple[EngineProcess, float]]:
     """Yield (a ready engine, seconds that its start took); stop the engine at the end.
 
     on_phase: None = show the phases if standard error is a terminal, unless is_quiet. meanwhile: called once the
-    engine's process runs, before waiting for its start.
+    engine's process runs, with its config, before waiting for its start.
     Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
     """
     begin = time.monotonic()
@@ -64,7 +64,7 @@ def started_engine(
         process = EngineProcess(config, on_phase=on_phase or display)
         process.start()
         try:
-            meanwhile()
+            meanwhile(process.config)
             process.wait_ready()
         except BaseException:
             process.close()

@@ -37,6 +37,7 @@ from core.models.config import LatentParts, ModelConfig
 from core.models.layers.rope_scaling import FrequencyDivisors, LinearScaling, LongropeScaling, RopeScaling, YarnScaling
 from ipc.errors import UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
+from ipc.files.gguf_strings import GgufStrings
 from ipc.files.gguf_vocabulary import GGUF_ENDS, gguf_end_ids
 from ipc.files.mapped_file import map_file
 
@@ -144,7 +145,7 @@ def gguf_decoder_config(path: Path, header: GgufHeader) -> ModelConfig:
     """Return the configuration of a decoder from the header of its GGUF file. Errors: those of read_gguf_config()."""
     values, architecture, file_layers = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
-    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list | GgufStrings) else None)
     window = _window(values, architecture, _num_layers(values, architecture))
     sliding, full = window.get("sliding_layers", ()), None
     if architecture.full_heads:

@@ -22,6 +22,7 @@ from ipc.files.gguf import (
     read_gguf,
     read_gguf_tensors,
 )
+from ipc.files.gguf_strings import GgufStrings
 from ipc.files.model_files import resolve_model
 
 VALUES: dict[str, tuple[Any, gguf.GGUFValueType]] = {
@@ -130,10 +131,19 @@ def test_demo_file_is_read_fast() -> None:
     assert len(header.tensors) == 272
     assert header.metadata["llama.block_count"] == 30
     tokens = header.metadata["tokenizer.ggml.tokens"]
-    assert isinstance(tokens, list)
+    assert isinstance(tokens, GgufStrings)
     assert (len(tokens), tokens[1], tokens[2]) == (49152, "<|im_start|>", "<|im_end|>")
     embedding = header.tensors["token_embd.weight"]
     assert (embedding.shape, embedding.type, embedding.offset) == ((49152, 576), "Q8_0", 1785664)
+
+
+def test_a_vocabulary_that_is_not_decoded_has_the_same_strings() -> None:
+    lazy, decoded = read_gguf(resolve_model(None)).metadata, parse_gguf_metadata(cut_gguf_metadata(resolve_model(None)))
+    assert lazy.keys() == decoded.keys()
+    for key, value in decoded.items():
+        found = lazy[key]
+        assert (list(found) if isinstance(found, GgufStrings) else found) == value, key
+    assert isinstance(lazy["tokenizer.ggml.merges"], GgufStrings)
 
 
 def test_version_2_is_read_and_others_are_refused(sample: Path, tmp_path: Path) -> None:

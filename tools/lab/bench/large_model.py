@@ -14,7 +14,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ipc.errors import ConfigError
-from ipc.files.gguf import GgufValue, read_gguf
+from ipc.files.gguf import GgufValue, cut_gguf_metadata, parse_gguf_metadata
 from ipc.files.model_files import resolve_model
 from ipc.tables.rounding import round_up
 
@@ -49,7 +49,7 @@ def write_large_model(path: Path, shape: Shape = FOUR_B) -> None:
         raise ConfigError(
             f"the made-up model takes its tokenizer from the demo model's .gguf file, which {demo} is not"
         )
-    metadata = _metadata(read_gguf(demo).metadata, shape)
+    metadata = _metadata(parse_gguf_metadata(cut_gguf_metadata(demo)), shape)
     tensors = list(_tensors(shape))
     with path.open("wb") as file:
         file.write(b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata)))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from frontend.llm import LLM
+from frontend.text.known_tokenizers import make_ahead
 from ipc.errors import EngineCoreError, EngineStartError
 from ipc.options.config import EngineConfig
 from tools.lab.bench.quiet import cpu_use, foreign_cpu, memory_mb, seconds_since_process_start, wait_until_quiet
@@ -95,7 +96,8 @@ def start_to_first_token(config: EngineConfig) -> Startup:
     def note(name: str, seconds: float) -> None:
         phases[name] = round(seconds, 3)
 
-    with started_engine(config, on_phase=note) as (process, _), LLM(connect=process.address) as llm:
+    started = started_engine(config, on_phase=note, meanwhile=make_ahead)
+    with started as (process, _), LLM(connect=process.address) as llm:
         ready_s = seconds_since_process_start()
         prompt: Any = {"prompt_token_ids": warm_up_workload(HOST_ID_SPAN).requests[0].prompt}
         llm.generate(prompt, request_params(1), use_tqdm=False)
