@@ -21,18 +21,71 @@ typedef struct {
     char *out;       /* sums [rows][PANEL_COLUMNS], which are added to; without rows: steps, as gemm.h packs them */
 } Groups;
 
-/* Multiply the rows of x with two adjacent weights along the depth, the first of which is weight k of the group. */
-INLINE void multiply_two(Floats *sums, const char *x, const int64_t x_bytes, const int k, const Two two,
-                         const int rows) {
+#if defined(WITH_NEON)
+enum { VECTORS_OF_EIGHT = BY_PAIRS ? 1 : 2 };
+
+/* The rows' numbers at eight places. */
+typedef struct {
+    Words steps[FEW_ROWS][VECTORS_OF_EIGHT];
+} EightPlaces;
+
+INLINE EightPlaces load_eight(const char *x, const int64_t x_bytes, const int rows) {
+    EightPlaces loaded;
+#pragma GCC unroll 2
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < VECTORS_OF_EIGHT; i++) {
+            loaded.steps[row][i] = load_words(x + row * x_bytes + i * VECTOR_BYTES);
+            __asm__("" : "+w"(loaded.steps[row][i])); /* GCC 12 would move each lane to a vector of its own */
+        }
+    return loaded;
+}
+
+/* Add the products of a step of w with one of four steps of x. */
+INLINE Floats add_lane_of(const Floats sum, const Words x, const Words w, const int lane) {
+    const int dtype = BY_PAIRS ? BFLOAT16 : FLOAT32;
+    switch (lane) {
+    case 0: return add_lane(sum, x, w, 0, dtype);
+    case 1: return add_lane(sum, x, w, 1, dtype);
+    case 2: return add_lane(sum, x, w, 2, dtype);
+    default: return add_lane(sum, x, w, 3, dtype);
+    }
+}
+
+/* Multiply the rows with two adjacent weights, the first of which is weight i of eight. */
+INLINE void multiply_two(Floats *sums, const EightPlaces *x, const int i, const Two two, const int rows) {
+#pragma GCC unroll 2
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int s = 0; s < STEPS_OF_TWO; s++) {
+            const int step = i * STEPS_OF_TWO / 2 + s;
+            sums[row] = add_lane_of(sums[row], x->steps[row][step / LANES], two.steps[s], step % LANES);
+        }
+}
+#else
+/* Where the rows' numbers at eight places are. */
+typedef struct {
+    const char *x;
+    int64_t x_bytes;
+} EightPlaces;
+
+INLINE EightPlaces load_eight(const char *x, const int64_t x_bytes, const int rows) {
+    (void)rows;
+    return (EightPlaces){x, x_bytes};
+}
+
+/* Multiply the rows with two adjacent weights, the first of which is weight i of eight. */
+INLINE void multiply_two(Floats *sums, const EightPlaces *x, const int i, const Two two, const int rows) {
     const int bytes = BY_PAIRS ? 2 : 4;
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++) {
-        const char *at = x + row * x_bytes + k * bytes;
+        const char *at = x->x + row * x->x_bytes + i * bytes;
 #pragma GCC unroll 2
         for (int s = 0; s < STEPS_OF_TWO; s++)
             sums[row] = add_step(sums[row], load_step(at + 4 * s, 4), two.steps[s], BY_PAIRS ? BFLOAT16 : FLOAT32);
     }
 }
+#endif
 
 /* Write two adjacent weights as the one or two steps of vector v. */
 INLINE void store_two(char *out, const int k, const int v, const Two two) {
@@ -47,6 +100,7 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
                           char *out, const Scales *scales, const OwnParts *own, const int first, const int r,
                           const int vectors, const int rows, const int type) {
     RowCodes row[PANEL_VECTORS];
+    const EightPlaces eight = load_eight(x + 8 * r * (BY_PAIRS ? 2 : 4), work->x_bytes, rows);
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) row[v] = load_codes(codes, first + v, r, own->levels, type);
 #pragma GCC unroll 4
@@ -55,7 +109,7 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
         for (int v = 0; v < vectors; v++) {
             const Two two = two_weights(codes, &row[v], own, first + v, r, i, &scales[v], type);
             if (rows)
-                multiply_two(sums[v], x, work->x_bytes, 8 * r + i, two, rows);
+                multiply_two(sums[v], &eight, i, two, rows);
             else
                 store_two(out, 8 * r + i, first + v, two);
         }

@@ -237,15 +237,63 @@ INLINE Words load_plane(const char *codes, const int v, const int r, const int p
 }
 
 /* A row's codes: their lower and upper bits. Of BYTES, and of codes that have been looked up, the row's two steps. With 16
- * lanes levels are looked up as floats (unrounded_weight()). */
+ * lanes levels are looked up as floats (unrounded_weight()). With NEON all types but those with levels that are floats
+ * have the row's two steps, whose zero is taken off. */
 typedef struct {
     Words low, high;
 } RowCodes;
+
+#if defined(WITH_NEON)
+/* Whether a type's rows are steps. */
+INLINE int has_steps(const int type) { return !is_e4m3(type) && !has_float_levels(type); }
+
+/* Return the two steps of a row of words of the planes, from the lowest bits of each byte on. */
+INLINE RowCodes steps_of_planes(const char *codes, const int v, const int r, const int planes) {
+    const Words low = load_plane(codes, v, r, planes & FOURS ? FOURS : TWOS, planes);
+    RowCodes row;
+    if (planes & FOURS)
+        row = (RowCodes){low & 0x0f0f0f0f, (Words)vshrq_n_u8((uint8x16_t)low, 4)};
+    else
+        row = (RowCodes){low & 0x03030303, low >> 2 & 0x03030303};
+    if (planes & ONES) {
+        const Words ones = load_plane(codes, v, r, ONES, planes);
+        const int above = planes & FOURS ? 4 : 2;
+        row.low |= ones << above & 0x01010101u << above, row.high |= ones << (above - 1) & 0x01010101u << above;
+    }
+    if (planes == (FOURS | TWOS)) {
+        const Words twos = load_plane(codes, v, r, TWOS, planes);
+        row.low |= twos << 4 & 0x30303030, row.high |= twos << 2 & 0x30303030;
+    }
+    return row;
+}
+
+/* Return the two steps of a row as bytes, with a sign unless the type has a minimum. */
+INLINE RowCodes load_steps(const char *codes, const int v, const int r, const Table levels, const int type) {
+    const char *at = codes + 2 * r * ROW_BYTES + v * VECTOR_BYTES;
+    if (planes_of(type) == BYTES) return (RowCodes){load_words(at), load_words(at + ROW_BYTES)};
+    RowCodes row = steps_of_planes(codes, v, r, planes_of(type));
+    if (has_levels(type)) row = (RowCodes){look_up(levels, row.low), look_up(levels, row.high)};
+    const uint8x16_t zero = vdupq_n_u8((uint8_t)zero_of(type));
+    if (zero_of(type)) row.low = (Words)((uint8x16_t)row.low - zero), row.high = (Words)((uint8x16_t)row.high - zero);
+    return row;
+}
+
+/* Return byte i / 2 of each word of a step as a number: as the upper byte of a word it is 2 ** 24 times that. */
+INLINE Floats number_of_step(const Words step, const int i, const int type) {
+    const uint8_t at = (uint8_t)(i / 2), no = 255;
+    const uint8x16_t places = {no, no, no, at, no, no, no, at + 4, no, no, no, at + 8, no, no, no, at + 12};
+    const uint8x16_t upper = vqtbl1q_u8((uint8x16_t)step, places);
+    return (Floats)(has_minimum(type) ? vcvtq_n_f32_u32((uint32x4_t)upper, 24) : vcvtq_n_f32_s32((int32x4_t)upper, 24));
+}
+#endif
 
 INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
     RowCodes row = {{0}, {0}};
     if (type == WHOLE_PANEL) return row;
     const int planes = planes_of(type);
+#if defined(WITH_NEON)
+    if (has_steps(type)) return load_steps(codes, v, r, levels, type);
+#endif
     if (planes == BYTES) {
         const char *at = codes + 2 * r * ROW_BYTES + v * VECTOR_BYTES;
         return (RowCodes){load_words(at), load_words(at + ROW_BYTES)};
@@ -288,6 +336,11 @@ INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const
         number = look_up_float(float_levels(type), codes->low >> 4 * i);
     else
 #endif
+#if defined(WITH_NEON)
+    if (has_steps(type))
+        number = number_of_step(i % 2 ? codes->high : codes->low, i, type);
+    else
+#endif
     if (planes_of(type) == BYTES || has_levels(type))
         number = number_of_byte(i % 2 ? codes->high : codes->low, i, type);
     else
@@ -305,6 +358,11 @@ INLINE Words pairs_of(const Floats even, const Floats odd, const int type) {
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i places = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16));
     return (Words)_mm512_permutexvar_epi16(places, halves);
+#elif defined(NEON_BF16)
+    (void)type;
+    const uint8x16_t places = {0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15};
+    const bfloat16x8_t first = vcvtq_low_bf16_f32((float32x4_t)even);
+    return (Words)vqtbl1q_u8((uint8x16_t)vcvtq_high_bf16_f32(first, (float32x4_t)odd), places);
 #else
     return ((Words)rounded_weight(even, type) >> 16) | (Words)rounded_weight(odd, type);
 #endif

@@ -1,0 +1,28 @@
+"""Programs in C that QEMU runs without a Python: they compare kernels of one variant with their definition."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu.build import ARM, FLAGS, SOURCE_FOLDER, VARIANTS, variants_of
+from tests.arm.system import COMPILER
+
+EMULATOR = "qemu-aarch64"
+VARIANT_NAMES = [name for name in variants_of(ARM) if VARIANTS[name].needs]
+
+needs_emulator = pytest.mark.skipif(
+    shutil.which(COMPILER) is None or shutil.which(EMULATOR) is None,
+    reason="needs Debian's gcc-aarch64-linux-gnu and qemu-user",
+)
+
+
+def lines_of_program(folder: Path, variant: str, sources: list[Path], *flags: str) -> int:
+    """Compile a program for a variant, run it, and return how many of its lines say that nothing is wrong."""
+    program = folder / "program"
+    own = [*FLAGS, *VARIANTS[variant].flags, *flags, "-Wno-unused-function", "-static", "-I", str(SOURCE_FOLDER)]
+    subprocess.run([COMPILER, *own, *map(str, sources), "-lm", "-o", str(program)], check=True)
+    done = subprocess.run([EMULATOR, "-cpu", "max", str(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.count(": 0 wrong")
