@@ -1,6 +1,6 @@
 """Counts the instructions of products on ARM64: what QEMU can say of speed.
 
-usage: python -m tests.arm.counts [--folder FOLDER] [--exact] WHAT [WHAT ...]
+usage: python -m tests.arm.counts [--folder FOLDER] WHAT [WHAT ...]
 
 WHAT is a variant of the kernels, or a shared library for ARM64 that has llama.cpp's functions, such as the one in the
 wheel of xllamacpp. Prints millions of instructions of a product with a matrix of 1,024 columns and 2,048 places, by
@@ -17,7 +17,7 @@ from kernels.cpu.build import SOURCE_FOLDER, VARIANTS
 from tests.arm.system import COMPILER, ROOT, build_kernels, environment, kernels_of, prepared_system
 
 _PLUGIN = Path(__file__).with_name("instructions.c")
-_IN_8_BITS = Path(__file__).with_name("in_8_bits.c")
+_OUR_PRODUCTS = Path(__file__).with_name("our_products.c")
 #: SVE has as many bytes as NEON, as on most CPUs; QEMU would give it 64.
 _CPU = "max,sve-default-vector-length=16"
 _PATIENCE_S = 3600
@@ -35,10 +35,10 @@ def count(command: list[str], settings: dict[str, str]) -> dict[str, int]:
     return {name: number - found[0] for name, number in zip(names, found[1:], strict=True)}
 
 
-def count_in_8_bits(folder: Path, plugin: Path, variant: str) -> dict[str, int]:
-    """Return the instructions of a variant's products in 8 bits: by a program in C, since Python takes minutes."""
-    program = folder / "in_8_bits"
-    command = [COMPILER, "-O1", "-std=gnu11", "-D_GNU_SOURCE", "-I", str(SOURCE_FOLDER), str(_IN_8_BITS), "-ldl"]
+def count_ours(folder: Path, plugin: Path, variant: str) -> dict[str, int]:
+    """Return the instructions of a variant's products: by a program in C, since Python takes minutes."""
+    program = folder / "our_products"
+    command = [COMPILER, "-O1", "-std=gnu11", "-D_GNU_SOURCE", "-I", str(SOURCE_FOLDER), str(_OUR_PRODUCTS), "-ldl"]
     subprocess.run([*command, "-o", str(program)], check=True)
     emulator = ["qemu-aarch64", "-plugin", str(plugin), "-cpu", _CPU, "-L", str(folder / "root"), str(program)]
     return count([*emulator, str(kernels_of(folder, variant))], dict(os.environ))
@@ -48,7 +48,6 @@ def main(arguments: list[str]) -> int:
     """Return the exit status."""
     parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].splitlines()[0])
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")
-    parser.add_argument("--exact", action="store_true", help="count a variant's exact products too: minutes")
     parser.add_argument("what", nargs="+")
     options = parser.parse_args(arguments)
     folder, python = prepared_system(options.folder)
@@ -58,9 +57,10 @@ def main(arguments: list[str]) -> int:
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(_PLUGIN), "-o", str(plugin)], check=True)
     settings = {**environment(folder, _CPU), "ARM_PLUGIN": str(plugin)}
     for what in options.what:
-        found = count_in_8_bits(folder, plugin, what) if what in VARIANTS else {}
-        if what not in VARIANTS or options.exact:
-            found |= count([str(python), "-m", "tests.arm.products", what], settings)
+        if what in VARIANTS:
+            found = count_ours(folder, plugin, what)
+        else:
+            found = count([str(python), "-m", "tests.arm.products", what], settings)
         for name, number in found.items():
             print(f"{what.rpartition('/')[2]:24} {name:20} {number / 1e6:10.3f}")
     return 0

@@ -1,9 +1,9 @@
-"""Multiplies matrices under QEMU, and marks before and after each product what tests/arm/instructions.c counts.
+"""Multiplies matrices by llama.cpp under QEMU, and marks before and after each product what instructions.c counts.
 
-usage: python -m tests.arm.products VARIANT|LIBRARY
+usage: python -m tests.arm.products LIBRARY
 
-LIBRARY is one of llama.cpp's. Of a variant these are the exact products; in_8_bits.c has the others. Prints the cases,
-one a line, in the order of their pairs of marks; the first is an empty one.
+our_products.c has this project's own products. Prints the cases, one a line, in the order of their pairs of marks; the
+first is an empty one.
 """
 
 import ctypes
@@ -14,11 +14,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-
-from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.library import CpuLibrary, load_cpu_library
-from kernels.cpu.quantized import BlockRows, quantize
-from kernels.elements import BFLOAT16, rounded
 
 COLUMNS, DEPTH = 1024, 2048
 ROWS = (1, 8, 32)
@@ -47,24 +42,6 @@ def weights_of(name: str) -> np.ndarray[Any, Any]:
     blocks = np.random.default_rng(2).integers(0, 256, (COLUMNS * DEPTH // 256, 144), np.uint8)
     blocks[:, :4] = np.frombuffer(np.array([0.001, 0.001], np.float16).tobytes(), np.uint8)  # scale and minimum
     return blocks.reshape(COLUMNS, -1)
-
-
-def our_product(library: CpuLibrary, name: str, num_rows: int) -> Product:
-    """Return a product of our kernels, without the time that Python takes for its buffers."""
-    x = rounded(np.random.default_rng(3).standard_normal((num_rows, DEPTH), np.float32), BFLOAT16)
-    rows = weights_of(name)
-    if name == "BF16":
-        matrix = PackedMatrix(library, rows.view(BFLOAT16), is_kept=True)
-    else:
-        packed = quantize(library, [BlockRows(name, rows)], in_8_bits=False)
-        assert packed is not None
-        matrix = PackedMatrix(library, packed)
-    y = np.empty((num_rows, COLUMNS), BFLOAT16)
-    arguments = matrix.arguments
-    arguments.x, arguments.x_stride, arguments.num_rows = x.ctypes.data, DEPTH, num_rows
-    arguments.y, arguments.y_stride = y.ctypes.data, COLUMNS
-    kept = (x, y, matrix)
-    return lambda: matrix._gemm(arguments) if kept else None
 
 
 class _Settings(ctypes.Structure):
@@ -122,16 +99,10 @@ class Ggml:
 def main(what: str) -> None:
     """Run all products."""
     marked("empty", lambda: None)
-    if what.endswith(".so"):
-        theirs = Ggml(Path(what))
-        for name in TYPES:
-            for num_rows in ROWS:
-                marked(f"{name} {num_rows}", theirs.product(name, num_rows))
-        return
-    library = load_cpu_library(what)
+    theirs = Ggml(Path(what))
     for name in TYPES:
         for num_rows in ROWS:
-            marked(f"{name} {num_rows}", our_product(library, name, num_rows))
+            marked(f"{name} {num_rows}", theirs.product(name, num_rows))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ INLINE void multiply_two(Floats *sums, const EightPlaces *x, const int i, const 
 }
 #endif
 
-/* Write two adjacent weights as the one or two steps of vector v. */
-INLINE void store_two(char *out, const int k, const int v, const Two two) {
-    out += v * VECTOR_BYTES + k * STEPS_OF_TWO / 2 * STEP_BYTES;
+/* Write two adjacent weights as one or two steps of vector v, the first of which is weight i of eight. */
+INLINE void store_two(char *out, const int i, const int v, const Two two) {
+    out += v * VECTOR_BYTES + i * STEPS_OF_TWO / 2 * STEP_BYTES;
 #pragma GCC unroll 2
     for (int s = 0; s < STEPS_OF_TWO; s++) store_floats(out + s * STEP_BYTES, (Floats)two.steps[s]);
 }
@@ -100,6 +100,10 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
                           char *out, const Scales *scales, const OwnParts *own, const int first, const int r,
                           const int vectors, const int rows, const int type) {
     RowCodes row[PANEL_VECTORS];
+    out += first * VECTOR_BYTES + r * (8 * STEPS_OF_TWO / 2 * STEP_BYTES);
+#if defined(WITH_NEON)
+    __asm__("" : "+r"(out)); /* so that steps are offsets from it */
+#endif
     const EightPlaces eight = load_eight(x + 8 * r * (BY_PAIRS ? 2 : 4), work->x_bytes, rows);
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) row[v] = load_codes(codes, first + v, r, own->levels, type);
@@ -111,7 +115,7 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
             if (rows)
                 multiply_two(sums[v], &eight, i, two, rows);
             else
-                store_two(out, 8 * r + i, first + v, two);
+                store_two(out, i, v, two);
         }
 }
 
