@@ -207,9 +207,9 @@ def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
 
 def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     pre = _pre_tokenizer(metadata)
-    merges = _merges(metadata)
+    merges = _merges(metadata, vocabulary)
     # Llama 3's vocabulary has words that its merges cannot produce; its own tokenizer.json first looks up whole words.
-    tokenizer = tokenizers.Tokenizer(_bpe(vocabulary, merges, ignore_merges=pre.ignores_merges))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
     if pre.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre.build()
@@ -233,7 +233,7 @@ def _sentencepiece(
         if metadata.get(key):
             raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
     if "tokenizer.ggml.merges" in metadata or metadata["tokenizer.ggml.model"] == "gemma4":
-        merges = _merges(metadata)
+        merges = _merges(metadata, vocabulary)
     else:
         scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
         merges = merges_of_scores(vocabulary, scores, types)
@@ -256,25 +256,20 @@ def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokeni
     return build_unigram(tokens, scores, gguf_token_id(metadata, "unknown"), characters)
 
 
-def _merges(metadata: Mapping[str, GgufValue]) -> list[tuple[str, str]]:
-    """Read the merges; _bpe() checks them."""
-    lines = _list(metadata, "tokenizer.ggml.merges", str)
-    return [line.partition(" ")[::2] for line in lines]  # type: ignore[misc]  # the length of a slice
-
-
-def _bpe(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-    """Return the library's model, which looks up each merge. Errors: ModelFileError naming the first wrong merge."""
-    try:
-        return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # the library raises Exception itself
-        for index, (left, right) in enumerate(merges):
-            if not {left, right, left + right} <= vocabulary.keys():
-                line = f"{left} {right}" if right else left
-                raise ModelFileError(
-                    f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated "
-                    "by a space, that form a third"
-                ) from None
-        raise ModelFileError(f"the GGUF file's merges cannot be used: {error}") from None
+def _merges(metadata: Mapping[str, GgufValue], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is not a
+    token.
+    """
+    merges = []
+    for index, line in enumerate(_list(metadata, "tokenizer.ggml.merges", str)):
+        left, _, right = line.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelFileError(
+                f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated by a "
+                "space, that form a third"
+            )
+        merges.append((left, right))
+    return merges
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
@@ -363,9 +358,9 @@ def build_sentencepiece(
     tokens begins as if after a space (llama.cpp and Llama 2's own tokenizer.json do this); decoding removes that space.
     """
     names = list(vocabulary)
-    model = _bpe(
-        dict(vocabulary),
-        list(merges),
+    model = models.BPE(
+        vocab=dict(vocabulary),
+        merges=list(merges),
         byte_fallback=True,
         fuse_unk=True,
         unk_token=None if unknown is None else names[unknown],
