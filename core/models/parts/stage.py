@@ -120,12 +120,14 @@ def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
     sizes = [_layer_weights(config, layer) for layer in range(count)]
     ends = np.concatenate([[0], np.cumsum(sizes)])
     total = int(ends[-1]) + config.vocab_size * config.hidden_size
+    # of each stage but the last, which may have more than its share because it cannot begin later
+    share = min(total / num_stages, ends[attending[-1]] / max(1, num_stages - 1))
     bounds = [0]
     for stage in range(1, num_stages):
         least = next(layer for layer in attending if layer >= bounds[-1]) + 1
         most = attending[stage - num_stages]
         places = [layer for layer in range(least, most + 1) if not config.is_second_mixer(layer)]
-        bounds.append(places[int(np.abs(ends[places] - total * stage / num_stages).argmin())])
+        bounds.append(places[int(np.abs(ends[places] - share * stage).argmin())])
     return [Range(first, last) for first, last in zip(bounds, [*bounds[1:], count], strict=True)]
 
 
@@ -139,15 +141,16 @@ def _cuts(config: ModelConfig) -> tuple[int, int]:
 
 def _too_many(config: ModelConfig, num_stages: int, most: int) -> str:
     """Return why the model has fewer parts than stages. most: how many it has."""
-    least_cut, most_cut = _cuts(config)
-    text = f"pipeline_parallel_size={num_stages} is more than the model's"
+    (least_cut, most_cut), option = _cuts(config), f"pipeline_parallel_size={num_stages}"
     if not config.num_shared_layers and least_cut == 1:
         kind = "layers" + (" with attention" if config.recurrent_layers else "")
-        return f"{text} {most} {kind}: use at most {most}"
+        return f"{option} is more than the model's {most} {kind}: use at most {most}"
     reasons = [f"layers from {most_cut} on share K and V"] if config.num_shared_layers else []
     reasons += [f"images add to its first {least_cut} layers"] if least_cut > 1 else []
-    cuts = f"before layers {least_cut} to {most_cut}" if least_cut <= most_cut else "nowhere"
-    return f"{text} {most} parts: it can be cut {cuts}, as {' and '.join(reasons)}: use at most {most}"
+    why = " and ".join(reasons)
+    if most == 1:
+        return f"{option}: the model cannot be cut into stages, as {why}: leave pipeline_parallel_size out"
+    return f"{option}: the model can be cut before layers {least_cut} to {most_cut} only, as {why}: use at most {most}"
 
 
 def _layer_weights(config: ModelConfig, layer: int) -> int:

@@ -14,8 +14,8 @@ from tests.core.runner.invariance_kinds import KINDS
 @pytest.mark.parametrize(
     ("kind", "reason", "ranks", "stages"),
     [
-        ("streams and sparse gates", "layers that share K and V", 1, 2),
-        ("shared keys and values", "layers that share K and V", 1, 2),
+        ("streams and sparse gates", "cannot be cut into stages, as layers from 0 on share K and V", 1, 2),
+        ("shared keys and values", "before layers 1 to 1 only, as layers from 1 on share K and V: use at most 2", 1, 3),
         ("gated delta", "=5 is more than the 4 heads of the recurrent layers", 5, 1),
         ("gated delta", "more than the model's 1 layers with attention: use at most 1", 1, 2),
     ],

@@ -165,6 +165,10 @@ def test_layers_are_divided_by_weights() -> None:
     head = msgspec.structs.replace(deep, vocab_size=3 * (2 * 8 * 16 + 3 * 192))  # as large as three layers
     assert [one.length for one in layers_of_stages(head, 3)] == [5, 5, 2]
     assert [one.length for one in layers_of_stages(head, 12)] == [1] * 12
+    sharing = msgspec.structs.replace(
+        deep, num_shared_layers=6, sliding_layers=tuple(range(0, 12, 2)), sliding_window=9
+    )
+    assert [one.length for one in layers_of_stages(sharing, 3)] == [2, 2, 8]  # layers from 6 on read K and V of 4 and 5
     with pytest.raises(ConfigError, match="pipeline_parallel_size=13 is more than the model's 12 layers"):
         layers_of_stages(head, 13)
 
