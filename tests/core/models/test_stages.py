@@ -2,13 +2,16 @@
 
 import hashlib
 from collections import deque
+from collections.abc import Mapping
 
+import gguf
 import msgspec
 import numpy as np
 import pytest
 
-from core.models.config import ModelConfig
+from core.models.config import ModelConfig, PerLayerParts
 from core.models.llama import Llama
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from core.models.parts.stage import Stage, layers_of_stages
 from core.models.parts.stage_link import StageLink
 from core.models.parts.stage_llama import StageLlama
@@ -18,6 +21,7 @@ from ipc.errors import ConfigError
 from ipc.machine.channel import Channel
 from ipc.tables.arrays import Floats
 from kernels.cpu.library import load_cpu_library
+from kernels.elements import BFLOAT16
 from kernels.recurrence import StateRows
 from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
 
@@ -72,7 +76,10 @@ class Queue(Channel):
 
 def staged(kind: str, dtype: str, size: int) -> list[StageLlama]:
     """The stages of a model, all in this process; of one stage: it is first and last."""
-    config, weights = _KINDS[kind], random_weights(_KINDS[kind], DTYPES[dtype])
+    return stages_of(_KINDS[kind], random_weights(_KINDS[kind], DTYPES[dtype]), dtype, size)
+
+
+def stages_of(config: ModelConfig, weights: Mapping[str, Weight], dtype: str, size: int) -> list[StageLlama]:
     queues, stages = [None, *(Queue() for _ in range(size - 1)), None], list[StageLlama]()
     for number in range(size):
         stage = Stage(number, size, StageLink(queues[number], queues[number + 1]))
@@ -146,6 +153,23 @@ def test_the_last_stage_has_the_hidden_states_of_all(kind: str) -> None:
         assert logits(stages, are_tapped=True) == golden, size
 
 
+@pytest.mark.parametrize(("dtype", "table"), [("float32", "BF16"), ("float32", "Q8_0"), ("bfloat16", "Q8_0")])
+def test_a_stage_reads_its_columns_of_a_stored_table(dtype: str, table: str) -> None:
+    """Inputs of single layers: the table stays in the file, or the columns of the stage's layers are converted."""
+    kind = _KINDS["shared keys and values"]
+    config = msgspec.structs.replace(kind, per_layer=PerLayerParts(width=32, vocab_size=3000))
+    weights = random_weights(config, DTYPES[dtype])
+    rows = np.random.default_rng(3).standard_normal((3000, 32 * config.num_hidden_layers), np.float32)
+    if table == "Q8_0":
+        data = np.ascontiguousarray(gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0))
+        stored = StoredMatrix([StoredPart(table, data, rows.shape[1], load_cpu_library())])
+    else:
+        stored = StoredMatrix.of(rows.astype(BFLOAT16))
+    weights["model.embed_tokens_per_layer.weight"] = stored
+    whole = Llama(config, weights.items(), DTYPES[dtype], library=load_cpu_library())
+    assert logits(stages_of(config, weights, dtype, 3)) == logits([whole])
+
+
 def test_a_stage_that_changes_one_number_fails_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = StageLink.receive
 
@@ -165,9 +189,8 @@ def test_layers_are_divided_by_weights() -> None:
     head = msgspec.structs.replace(deep, vocab_size=3 * (2 * 8 * 16 + 3 * 192))  # as large as three layers
     assert [one.length for one in layers_of_stages(head, 3)] == [5, 5, 2]
     assert [one.length for one in layers_of_stages(head, 12)] == [1] * 12
-    sharing = msgspec.structs.replace(
-        deep, num_shared_layers=6, sliding_layers=tuple(range(0, 12, 2)), sliding_window=9
-    )
+    shared = {"num_shared_layers": 6, "sliding_layers": tuple(range(0, 12, 2)), "sliding_window": 9}
+    sharing = msgspec.structs.replace(deep, **shared)
     assert [one.length for one in layers_of_stages(sharing, 3)] == [2, 2, 8]  # layers from 6 on read K and V of 4 and 5
     with pytest.raises(ConfigError, match="pipeline_parallel_size=13 is more than the model's 12 layers"):
         layers_of_stages(head, 13)
