@@ -119,6 +119,16 @@ def test_an_assistant_is_in_the_last_stage(tmp_path: Path) -> None:
         answers(drafting(config, "mtp", assistant), sent=short())
 
 
+@pytest.mark.soak
+def test_an_assistant_reads_shared_keys_and_values_in_the_last_stage(
+    gemma: tuple[str, str], gemma_alone: list[Any]
+) -> None:
+    """The first stage also passes on what the inputs of single layers are made of."""
+    for ranks in (1, 2):
+        config = config_of(gemma[0], ranks, load_format="auto", pipeline_parallel_size=2)
+        assert answers(drafting(config, "mtp", gemma[1]), {6: kill(0)}, least_accepted=5, sent=short()) == gemma_alone
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "stages", "dtype"),
     [
