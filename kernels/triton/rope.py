@@ -58,8 +58,8 @@ def _write_kv(
 ):
     """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv.
 
-    KEYS_AT, VALUES_AT: heads before the KV_HEADS of K and V in qkv. NORMED_VALUES: each head of V is normalised. 8-bit floats are divided by their
-    scale.
+    KEYS_AT, VALUES_AT: heads before the KV_HEADS of K and V in qkv. NORMED_VALUES: each head of V is normalised. 8-bit
+    floats are divided by their scale.
     """
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
@@ -195,8 +195,8 @@ class TritonRope:
     ) -> torch.Tensor:
         """Rotate Q and K, store K and V, and return Q [T, H, D] with the cache's dtype.
 
-        qkv [T, (H + 2 * Hkv) * D], or fewer columns for other values, or more for a row's heads, is of the cache's dtype; cos and sin come from
-        rotary_tables; slots [T] int64 (-1: do not store). growth [T] float32: factors of the queries.
+        qkv [T, (H + 2 * Hkv) * D], or other columns for other values or a row's heads, is of the cache's dtype; cos and
+        sin come from rotary_tables; slots [T] int64 (-1: do not store). growth [T] float32: factors of the queries.
         """
         assert qkv.is_contiguous(), qkv.stride()
         dtype = DTYPES[cache.dtype]
