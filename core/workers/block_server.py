@@ -1,4 +1,4 @@
-"""BlockServer: the thread of a worker that reads and writes its blocks and states for an engine that cannot map them."""
+"""BlockServer: the thread of a worker that accesses its KV blocks and states for an engine that cannot map them."""
 
 import os
 import threading

@@ -19,7 +19,7 @@ from core.models.parts.rank import Rank
 from ipc.tables.arrays import Floats
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.executors.test_cuda_architectures import OnDevice, logits, shape_config
-from tests.core.models.test_shards_cuda import by_ranks, model
+from tests.core.models.test_shards_cuda import Adapted, by_ranks, model
 from tests.core.workers.part_answers import LATENT
 from tests.triton_device import ANYWHERE, DEVICE
 
@@ -114,6 +114,17 @@ def test_every_bit_with_packed_weights(kind: str) -> None:
     if kind == "experts":
         sizes["experts"] = msgspec.structs.replace(_SHARED, intermediate_size=64, shared_size=32)
     check(msgspec.structs.replace(config_of(kind), **sizes), BFLOAT16, (2, 3), form=WeightForm.INT8)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["rows", "experts"])
+def test_every_bit_with_an_adapter(kind: str) -> None:
+    """Of attention where there are experts, and of all Q and K in each rank where they have one norm."""
+    config = config_of(kind)
+    expected = logits(Adapted(model(config, FLOAT32), config), 9)
+    assert not torch.equal(expected, logits(OnDevice(model(config, FLOAT32)), 9))
+    for found in by_ranks(2, lambda rank: logits(Adapted(model(config, FLOAT32, rank), config, rank.shard), 9)):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def test_drafts_of_a_head_have_the_bits_of_one_device(tmp_path: Path) -> None:

@@ -250,6 +250,29 @@ def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, kind: st
     assert (ours.layers[0] == -7).all()
 
 
+def test_some_heads_of_rows_that_are_normalised_as_a_whole() -> None:
+    """They have the bits of the kernel for all heads; V is of these only."""
+    heads, kv_heads, size = 6, 3, 16
+    qkv, weight = random(3, (heads + 2 * kv_heads) * size), random(heads + kv_heads, size, seed=1)
+    slots = torch.tensor([17, -1, 33], device=DEVICE)
+    angles = rotary_tables(torch.tensor([0, 5, 90]), to_tensor(rotary_frequencies(size, 1e4)))
+    cos, sin = (table.to(DEVICE) for table in angles)
+
+    def run(count: int, kv_count: int, x: torch.Tensor, **part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = TritonKVCache(1, 4, 16, kv_count, head_dim=size, dtype=FLOAT32, device=DEVICE)
+        cache.layers[0].fill_(-7)
+        q = TritonRope(count, weight, 1e-5, of_rows=True, **part)(x, cos, sin, cache, 0, slots)
+        return q, cache.layers[0]
+
+    queries, stored = run(heads, kv_heads, qkv)
+    values = (heads + kv_heads) * size
+    own = torch.cat((qkv[:, :values], qkv[:, values + size : values + 2 * size]), 1)
+    some, kept = run(2, 1, own, row=(heads, kv_heads, 2, 1))
+    assert torch.equal(some, queries[:, 2:4])
+    assert torch.equal(kept, stored[:, :, 1:2])
+    assert not torch.equal(stored[:, :, 1], stored[:, :, 0])
+
+
 def test_queries_that_grow() -> None:
     """The factors are NumPy's; a query is multiplied before it is rounded, and nothing else is."""
     positions = torch.tensor([0, 99, 100, 399, 400, -1])
