@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from core.executors.by_name import load_executor
 from ipc.errors import ConfigError
-from tests.core.workers.part_answers import GEMMA, STREAMS, answers, config_of, kill
+from tests.core.workers.part_answers import GEMMA, STREAMS, answers, config_of, kill, requests
+from tests.core.workers.test_nodes import free_port, machines, over
 
 #: Layers 4 and 5 read K and V of 2 and 3.
 _SHARED: dict[str, Any] = {
@@ -50,6 +53,27 @@ def test_every_bit_at_any_shape_and_whichever_stage_dies(
     alone = answers(config_of(str(tmp_path), 1, dtype=dtype, **OPTIONS))
     config = config_of(str(tmp_path), ranks, dtype=dtype, pipeline_parallel_size=stages, **OPTIONS)
     assert answers(config, {5: kill(0), 40: kill(ranks * stages - 1)}) == alone
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_on_two_machines(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[name]))
+    alone = answers(config_of(str(tmp_path), 1, **OPTIONS))
+    port = free_port()
+    with machines(tmp_path, port, 1) as (other,):
+        config = config_of(str(tmp_path), 1, pipeline_parallel_size=2, **over(port, 2), **OPTIONS)
+        assert answers(config, {9: lambda _: other.fail()}) == alone
+
+
+def test_prompts_with_a_common_beginning_find_its_blocks(tmp_path: Path) -> None:
+    """In all stages, the blocks of layers with a window too."""
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["gemma 4"]))
+    common = (np.arange(40, dtype="<i4") + 7).tobytes()
+    sent = [msgspec.structs.replace(one, prompt_token_ids=common + one.prompt_token_ids[:64]) for one in requests()]
+    options = {**OPTIONS, "enable_prefix_caching": True}
+    alone = answers(config_of(str(tmp_path), 1, **options), sent=sent)
+    assert answers(config_of(str(tmp_path), 1, pipeline_parallel_size=3, **options), sent=sent) == alone
 
 
 def test_more_stages_than_parts_are_refused_with_the_cuts(tmp_path: Path) -> None:

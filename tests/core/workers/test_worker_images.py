@@ -16,6 +16,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from tests.core.models import gemma3_checkpoint, gemma4_images_checkpoint, grid_checkpoints, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
+from tests.core.workers.test_nodes import free_port, machines, over
 from tests.core.workers.test_worker_tiers import children_of
 
 pytest.importorskip("PIL.Image")
@@ -103,6 +104,23 @@ def test_images_that_are_encoded_in_parts(tmp_path: Path, monkeypatch: pytest.Mo
     write, mark = MODELS["qwen3-vl"]
     check(str(write(tmp_path)), mark, tensor_parallel_size=2)
     check(str(tmp_path), mark, pipeline_parallel_size=2)
+
+
+@pytest.mark.soak
+def test_the_first_stage_is_on_this_machine_and_the_second_on_another(tmp_path: Path) -> None:
+    write, mark = MODELS["gemma4"]
+    folder = str(write(tmp_path / "model"))
+    with LLM(folder, **OPTIONS) as llm:
+        expected = answers(llm, mark)
+    port = free_port()
+    with (
+        machines(tmp_path, port, 1, "--model", folder) as (other,),
+        LLM(folder, pipeline_parallel_size=2, **over(port, 2), **OPTIONS) as llm,
+    ):
+        assert answers(llm, mark) == expected
+        llm.reset_prefix_cache()
+        other.fail()
+        assert answers(llm, mark) == expected
 
 
 def test_a_scheduler_that_may_plan_no_images_is_refused(tmp_path: Path) -> None:
