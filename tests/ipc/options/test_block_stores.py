@@ -134,7 +134,6 @@ def test_what_is_not_supported_is_refused_by_name(settings: object, text: str) -
     [
         ({"kv_key_file": None}, "kv_transfer_config needs kv_key_file"),
         ({"kv_host_bytes": 0}, "also give kv_host_bytes"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "leave out device='cuda' with workers"),
         ({"executor": "npu"}, "is for executor='local'; got 'npu'"),
     ],
 )
