@@ -118,7 +118,6 @@ def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str
     ("options", "message"),
     [
         ({"num_host_blocks": 0}, "also give kv_host_bytes"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "leave out device='cuda' with workers"),
         ({"kv_dir": ""}, "path of a folder"),
     ],
 )

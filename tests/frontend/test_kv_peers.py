@@ -54,7 +54,6 @@ def test_a_peer_without_the_key_finds_nothing_and_a_bad_key_file_fails_the_start
     ("options", "message"),
     [
         ({"num_host_blocks": 0}, "also give kv_host_bytes"),
-        ({"tensor_parallel_size": 2, "device": "cuda"}, "leave out device='cuda' with workers"),
         ({"kv_key_file": None}, "keys blocks FILE"),
         ({"kv_peers": " , "}, "must be an address"),
     ],
