@@ -107,13 +107,14 @@ def test_every_bit_at_any_size(kind: str, dtype: Dtype) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["experts", "latent queries", "streams"])
-def test_every_bit_with_packed_weights(kind: str) -> None:
+@pytest.mark.parametrize("form", [WeightForm.INT8, WeightForm.FP8])
+@pytest.mark.parametrize("kind", ["experts", "rows", "latent queries", "streams"])
+def test_every_bit_with_packed_weights(kind: str, form: WeightForm) -> None:
     """Whole rows of experts are packed: a rank has some rows of each matrix."""
     sizes: dict[str, Any] = {"hidden_size": 64}
     if kind == "experts":
         sizes["experts"] = msgspec.structs.replace(_SHARED, intermediate_size=64, shared_size=32)
-    check(msgspec.structs.replace(config_of(kind), **sizes), BFLOAT16, (2, 3), form=WeightForm.INT8)
+    check(msgspec.structs.replace(config_of(kind), **sizes), BFLOAT16, (2, 3), form, longest=9)
 
 
 @pytest.mark.soak
