@@ -400,7 +400,8 @@ _ELEMENTWISE = "idiv", "ashr", "umulhi", "fabs", "erf", "rsqrt", "fma", "fp_to_f
 
 
 def install() -> None:
-    """Have the interpreter run programs together."""
+    """Have the interpreter run programs together. Forks share the C program."""
+    compiled(_MEMORY)
     builder: Any = InterpreterBuilder
     builder.binary_op, builder.ternary_op = _binary_op, _ternary_op
     for name in _ELEMENTWISE:

@@ -28,6 +28,7 @@ _MODULES = (
     "core.__main__",
     "core.executors.fake",
     "core.executors.local",
+    "core.workers.__main__",
     "engine_core.__main__",
     "frontend.async_llm",
     "frontend.http.__main__",
@@ -50,9 +51,12 @@ class _CloneArgs(ctypes.Structure):
     ]
 
 
-def run(control: int) -> None:
-    """Fork at each request of a socket until it ends. In a forked process, return when its program has run."""
-    for name in _MODULES:
+def run(control: int, modules: tuple[str, ...]) -> None:
+    """Fork at each request of a socket until it ends. In a forked process, return when its program has run.
+
+    modules: those that it imports in addition to _MODULES.
+    """
+    for name in (*_MODULES, *modules):
         with contextlib.suppress(ImportError):  # an environment without optional packages
             importlib.import_module(name)
     for name in [name for name in sys.modules if name.endswith(".__main__")]:

@@ -1,10 +1,10 @@
 """Processes of our packages, forked from one that has imported their modules: a start takes 20 ms of CPU time, not 300.
 
-The tests start hundreds of engines, HTTP workers and commands. Within `preloaded_starts()` the subprocess module has
-those of this process forked by another (tests/preloaded/forker.py). What is started is a child of this process, as with
-exec, with the same arguments, environment, directory, descriptors and signal mask. A command has a forker of its own,
-for its first engine and its first HTTP worker. All else is started with exec: other programs, other settings of the
-interpreter or the loader, what the other processes start, and everything if EXEC is in the environment.
+The tests start hundreds of engines, workers, HTTP workers and commands. Within `preloaded_starts()` the subprocess
+module has those of this process forked by another (tests/preloaded/forker.py). What is started is a child of this
+process, as with exec, with the same arguments, environment, directory, descriptors and signal mask. A command has a
+forker of its own, for its first engine and its first HTTP worker. All else is started with exec: other programs, other
+settings of the interpreter or the loader, what the other processes start, and everything if EXEC is in the environment.
 """
 
 import array
@@ -24,7 +24,12 @@ from typing import Any, NamedTuple
 EXEC = "ENGINE_CORE_TESTS_EXEC"
 ROOT = Path(__file__).resolve().parents[2]
 
-_PACKAGES = frozenset(("core", "engine_core", "frontend.http"))
+_EMULATED = ("tests.triton_device", "core.executors.cuda", "core.workers.device_part")
+#: What is forked, and the modules that its forker has imported in addition to those of all.
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("core", "core.workers", "engine_core", "frontend.http"), ()),
+    **dict.fromkeys(("tests.core.emulated", "tests.core.workers.emulated"), _EMULATED),
+}
 #: Variables that are read before a program's first line.
 _EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OPENBLAS_", "TZ")
 _LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
@@ -82,14 +87,23 @@ class Forker:
             self._process.wait()
 
 
-def _new_forker(env: Mapping[str, str]) -> Forker:
+def _new_forker(env: Mapping[str, str], modules: tuple[str, ...]) -> Forker:
     ours, theirs = forker_sockets()
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.preloaded import forker; "
-    program += f"forker.run({theirs.fileno()}) #" + " " * 400  # room for a forked process's own command line
-    command = [sys.executable, "-c", program]
+    program += f"forker.run({theirs.fileno()}, {modules}) #"
+    command = [sys.executable, "-c", program + " " * 400]  # room for a forked process's own command line
+    fds, started = (theirs.fileno(),), list[subprocess.Popen[bytes]]()
+
+    def start() -> None:
+        started.append(subprocess.Popen(command, env=env, cwd="/", pass_fds=fds, stdin=subprocess.DEVNULL))
+
+    # The parent of a process is a thread. A worker asks to die with it, and what is forked has the forker's: by the end
+    # of this one that is the main thread, not one that another test's workers end with.
+    thread = threading.Thread(target=start)
     with theirs:
-        process = subprocess.Popen(command, env=env, cwd="/", pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-    return Forker(ours, process)
+        thread.start()
+        thread.join()
+    return Forker(ours, started[0])
 
 
 def forker_sockets() -> tuple[socket.socket, socket.socket]:
@@ -107,7 +121,7 @@ class Starts:
         self.usual = subprocess._fork_exec  # type: ignore[attr-defined]
         self._owner, self._python, self._lock = os.getpid(), sys.executable, threading.Lock()
         self._own, self._own_setting, self._forked = own, _setting(os.environ), set[str]()
-        self._forkers: dict[str, list[Forker]] = {}
+        self._forkers: dict[tuple[str, tuple[str, ...]], list[Forker]] = {}
 
     def start(self, *arguments: Any) -> int:
         """Start a process, in place of _posixsubprocess.fork_exec. Return its id."""
@@ -157,16 +171,16 @@ class Starts:
             return self._forker(asked.words, env).fork(request, [*streams, *fds])
 
     def _forker(self, words: list[str], env: Mapping[str, str]) -> Forker:
-        setting = _setting(env)
+        setting, package = _setting(env), words[words.index("-m") + 1]
+        modules = _PACKAGES[package]
         if self._own is not None:
-            package = words[words.index("-m") + 1]
-            if setting != self._own_setting or package in self._forked:
+            if setting != self._own_setting or package in self._forked or modules:
                 raise ValueError(package)
             self._forked.add(package)
             return self._own
-        forkers = self._forkers.setdefault(setting, [])
-        if len(forkers) < 2:
-            forkers.insert(0, _new_forker(env))
+        forkers = self._forkers.setdefault((setting, modules), [])
+        if len(forkers) < (1 if modules else 2):  # torch takes seconds
+            forkers.insert(0, _new_forker(env, modules))
         else:
             forkers.reverse()
         return forkers[0]

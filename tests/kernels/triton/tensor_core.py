@@ -96,7 +96,8 @@ def _converted(data: Any, source: Any, target: Any, rounding: Any) -> Any:
 
 
 def install() -> None:
-    """Have the interpreter compute products and multiply-adds, and round, as a GPU."""
+    """Have the interpreter compute products and multiply-adds, and round, as a GPU. Forks share the C program."""
+    compiled(_SOURCE)
     interpreter.InterpreterBuilder.create_dot = _dot
     interpreter.InterpreterBuilder.create_fma = elementwise(_multiply_add)
     interpreter._convert_float = _converted
