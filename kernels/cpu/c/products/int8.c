@@ -51,7 +51,7 @@ static int raised_by(int type) {
     if (HAS_SIGNED_CODES) return traits.has_minimum || is_wide(type) ? 0 : -(1 << traits.zero_bits);
     const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
     const int zero = HAS_SIGNED_BYTES && is_wide(type) ? 0 : 1 << traits.zero_bits;
-    return has_dot_product && !traits.has_minimum && !traits.has_halves ? 128 - zero : 0;
+    return has_dot_product && !traits.has_minimum ? 128 - zero : 0;
 }
 
 /* Return the position of number k of a block among its codes. */
@@ -131,7 +131,7 @@ INLINE void quantize_block(const void *x, int64_t k, const int dtype, Int8Block 
     block->scale = largest / 127.0f;
     block->sum = (float)(sums[0] + sums[1]);
     block->zeros = -128 * (sums[0] + sums[1]);
-    block->sum_of_first = sums[0];
+    block->zeros_of_first = -128 * sums[0];
 }
 
 /* Quantize rows [begin, end) of x. */
@@ -236,10 +236,14 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
 
+/* Return how many rows are multiplied with unpacked groups at once. While the second half of a group is multiplied, values
+ * of the first are kept: with AVX-512 the registers have these for five rows. */
+static int most_rows(int type) { return VECTOR_BYTES == 64 && has_halves(type) ? INT8_ROWS - 1 : INT8_ROWS; }
+
 /* Multiply rows with unpacked groups, some rows after the other. At the same time the packed groups from `ahead` on come
  * to the second level cache. */
 static void multiply_slice(const Int8Work *slice, int num_rows, int type, const char *ahead, int64_t ahead_bytes) {
-    const int num_parts = HAS_AMX ? 1 : (num_rows + INT8_ROWS - 1) / INT8_ROWS;
+    const int most = most_rows(type), num_parts = HAS_AMX ? 1 : (num_rows + most - 1) / most;
     const int units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
     for (int i = 0; i < num_parts; i++) {
         for (int64_t line = ahead_bytes * i / num_parts; line < ahead_bytes * (i + 1) / num_parts; line += 64)

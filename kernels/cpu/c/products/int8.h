@@ -26,7 +26,7 @@ typedef struct {
     float scale;
     float sum;            /* of the codes */
     int32_t zeros;        /* -128 times the same: what is added for weights whose codes have the zero 128 */
-    int32_t sum_of_first; /* of the codes of the first half */
+    int32_t zeros_of_first; /* the same of the codes of the first half */
 } Int8Block;
 
 /* Groups [first, last) of a panel, and rows of blocks from the first group on. */

@@ -34,9 +34,9 @@ INLINE void add_values(Floats *values, const int32_t sums[][AMX_ROWS], const Par
     const Int8Block *x = work->x + row * work->x_stride + part->block;
     const Floats scale = load_floats(part->group->scale[part->half] + v * LANES);
     for (int i = 0; i < rows; i++, x += work->x_stride) {
-        const int32_t sum = sum_of_x(x, part->half, part->type);
-        const Signed zeros = (Signed)all_words((uint32_t)(has_minimum(part->type) ? 0 : sum)) << work->zero_bits;
-        const Floats value = __builtin_convertvector((Signed)load_words(sums[i]) - zeros, Floats) * scale;
+        Signed sum = (Signed)load_words(sums[i]);
+        if (!has_minimum(part->type)) sum += zeros_of_x(x, part->half, part->type) >> (7 - work->zero_bits);
+        const Floats value = __builtin_convertvector(sum, Floats) * scale;
         values[i] = part->half ? values[i] + value : value;
     }
 }

@@ -207,19 +207,19 @@ INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, cons
     return parts;
 }
 
-/* Return the sum of the codes of x that belong to a scale: of one half of a group, or of all of it. */
-INLINE int32_t sum_of_x(const Int8Block *x, const int half, const int type) {
-    const int32_t sum = -(x->zeros >> 7);
-    if (!has_halves(type)) return sum;
-    return half ? sum - x->sum_of_first : x->sum_of_first;
+/* Return -128 times the sum of the codes of x that belong to a scale: of one half of a group, or of all of it. In all
+ * lanes, because two broadcasts cost less than one of a number that was computed. */
+INLINE Signed zeros_of_x(const Int8Block *x, const int half, const int type) {
+    if (!has_halves(type)) return (Signed)all_words((uint32_t)x->zeros);
+    const Signed first = (Signed)all_words((uint32_t)x->zeros_of_first);
+    return half ? (Signed)all_words((uint32_t)x->zeros) - first : first;
 }
 
 /* Return what sums of products with a row's block begin with: what the zero of the codes takes off. */
 INLINE Signed zeros_of(const Int8Block *x, const int half, const int zero_bits, const int type, const int is_unpacked) {
     if (has_minimum(type) || (HAS_SIGNED_CODES && is_unpacked) || (HAS_SIGNED_BYTES && is_wide(type))) return (Signed){0};
-    if (has_halves(type)) return -((Signed)all_words((uint32_t)sum_of_x(x, half, type)) << zero_bits);
-    if (is_wide(type)) return (Signed)all_words((uint32_t)x->zeros);
-    return (Signed)all_words((uint32_t)x->zeros) >> (7 - zero_bits);
+    if (is_wide(type) || (HAS_DOT_PRODUCT && is_unpacked)) return zeros_of_x(x, half, type); /* zero_bits is 7 */
+    return zeros_of_x(x, half, type) >> (7 - zero_bits);
 }
 
 /* Load steps s and s + 1 of a group, whose codes begin at `at`, of `count` vectors. */
@@ -348,7 +348,8 @@ INLINE void add_half(Floats values[INT8_ROWS][INT8_VECTORS], const GroupParts *p
 INLINE Floats with_minima(Floats value, const Int8Block *x, const Floats minimum[2], const int type) {
     if (!has_minimum(type)) return value;
     if (!has_halves(type)) return value + all_floats(x->sum) * minimum[0];
-    for (int half = 0; half < 2; half++) value = value + all_floats((float)sum_of_x(x, half, type)) * minimum[half];
+    for (int half = 0; half < 2; half++)
+        value = value + __builtin_convertvector(-(zeros_of_x(x, half, type) >> 7), Floats) * minimum[half];
     return value;
 }
 

@@ -35,7 +35,7 @@ INLINE int lane_vectors(const int rows) { return rows == 1 ? PANEL_VECTORS : row
 INLINE Signed sum_of_block(const LoadedBlock *x, const int half, const int type) {
     const Signed rest = (Signed)x->rest, sum = -((Signed)vdupq_laneq_s32((int32x4_t)rest, ZEROS_LANE) >> 7);
     if (!has_halves(type)) return sum;
-    const Signed first = (Signed)vdupq_laneq_s32((int32x4_t)rest, FIRST_LANE);
+    const Signed first = -((Signed)vdupq_laneq_s32((int32x4_t)rest, FIRST_LANE) >> 7);
     return half ? sum - first : first;
 }
 

@@ -26,8 +26,9 @@ typedef struct {
 /* Write the sums or the zeros of two rows' blocks, of which a and b are the last vectors. */
 INLINE void pair_sums(PairedBlock *to, const Words a, const Words b, const int type) {
     const int zero_bits = BLOCK_TYPES[type].zero_bits;
-    const int32x4_t ends = vzip2q_s32((int32x4_t)a, (int32x4_t)b); /* zeros, sums of the first halves */
-    const Signed zeros = (Signed)vzip1q_s32(ends, ends), first = (Signed)vzip2q_s32(ends, ends), sum = -(zeros >> 7);
+    const int32x4_t ends = vzip2q_s32((int32x4_t)a, (int32x4_t)b); /* zeros, those of the first halves */
+    const Signed zeros = (Signed)vzip1q_s32(ends, ends), sum = -(zeros >> 7);
+    const Signed first = -((Signed)vzip2q_s32(ends, ends) >> 7);
 #pragma GCC unroll 2
     for (int half = 0; half < 1 + has_halves(type); half++) {
         const Signed own = !has_halves(type) ? sum : half ? sum - first : first;
