@@ -26,6 +26,7 @@ from tests.preloaded.start import Forker, Starts, forker_sockets
 
 _MODULES = (
     "core.__main__",
+    "core.capture.flight_file",
     "core.executors.fake",
     "core.executors.local",
     "core.workers.__main__",

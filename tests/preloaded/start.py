@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _EMULATED = ("tests.triton_device", "core.executors.cuda", "core.workers.device_part")
 #: What is forked, and the modules that its forker has imported in addition to those of all.
 _PACKAGES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("core", "core.workers", "engine_core", "frontend.http"), ()),
+    **dict.fromkeys(("core", "core.capture.write_flight", "core.workers", "engine_core", "frontend.http"), ()),
     **dict.fromkeys(("tests.core.emulated", "tests.core.workers.emulated"), _EMULATED),
 }
 #: Variables that are read before a program's first line.
