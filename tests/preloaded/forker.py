@@ -34,6 +34,7 @@ _MODULES = (
     "frontend.async_llm",
     "frontend.http.__main__",
     "frontend.llm",
+    "numpy.ma",
     "tools.commands.generate",
     "tools.commands.serve",
 )
