@@ -190,7 +190,9 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     const OwnParts own = own_parts(work->type, type);
     for (int64_t g = work->first; g < work->last; g++, to++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-        for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
+        /* only from the second level cache: multiply_slice() brings a slice there, and memory would hold up the rest */
+        for (int line = 0; g + 2 < work->last && line < layout.group_bytes; line += 64)
+            __builtin_prefetch(group + 2 * layout.group_bytes + line);
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const Scales scales = load_scales(head, group, v, own.unit, type);
             for (int half = 0; half < 1 + has_halves(type); half++) {

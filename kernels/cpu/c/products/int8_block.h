@@ -154,6 +154,11 @@ INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, con
 #endif
 }
 
+/* Where a packed group is, and its head. */
+typedef struct {
+    const char *head, *group;
+} PackedPlace;
+
 /* Codes and scales of one group. */
 typedef struct {
     const char *codes; /* of the first of the vectors */
@@ -187,8 +192,8 @@ INLINE Scales scales_of_unpacked(const Int8Group *group, const int v) {
     return scales;
 }
 
-INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, const int64_t g, const int v,
-                                 const int rows, const int type, const int is_unpacked) {
+INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, const PackedPlace place, const int64_t g,
+                                 const int v, const int rows, const int type, const int is_unpacked) {
     GroupParts parts;
     if (is_unpacked) {
         const Int8Group *group = (const Int8Group *)work->panel + (g - work->first);
@@ -198,12 +203,12 @@ INLINE GroupParts parts_of_group(const Int8Work *work, const OwnParts *own, cons
         return parts;
     }
     const QuantizedLayout layout = layout_of(type);
-    const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-    if (v == 0) prefetch_codes(work, group, layout.group_bytes, rows);
-    parts.codes = group + layout.scale_bytes + v * VECTOR_BYTES;
+    if (v == 0) prefetch_codes(work, place.group, layout.group_bytes, rows);
+    parts.codes = place.group + layout.scale_bytes + v * VECTOR_BYTES;
     parts.levels = own->levels;
 #pragma GCC unroll 2
-    for (int i = 0; i < INT8_VECTORS; i++) parts.scales[i] = load_scales(head, group, v + i, own->unit, type);
+    for (int i = 0; i < INT8_VECTORS; i++)
+        parts.scales[i] = load_scales(place.head, place.group, v + i, own->unit, type);
     return parts;
 }
 
@@ -355,8 +360,9 @@ INLINE Floats with_minima(Floats value, const Int8Block *x, const Floats minimum
 
 /* Add a group's values to the rows' results. */
 INLINE void multiply_group(Floats out[INT8_ROWS][INT8_VECTORS], const Int8Work *work, const OwnParts *own,
-                           const int64_t g, const int v, const int rows, const int type, const int is_unpacked) {
-    const GroupParts parts = parts_of_group(work, own, g, v, rows, type, is_unpacked);
+                           const PackedPlace place, const int64_t g, const int v, const int rows, const int type,
+                           const int is_unpacked) {
+    const GroupParts parts = parts_of_group(work, own, place, g, v, rows, type, is_unpacked);
     const int64_t block = g - work->first;
     Floats values[INT8_ROWS][INT8_VECTORS];
     add_half(values, &parts, work, block, 0, rows, type, is_unpacked);
@@ -381,8 +387,16 @@ INLINE void multiply_vectors_of_groups(const Int8Work *work, const OwnParts *own
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
         for (int i = 0; i < INT8_VECTORS; i++) out[row][i] = load_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES);
+    const QuantizedLayout layout = layout_of(type);
 #pragma GCC unroll 1
-    for (int64_t g = first; g < last; g++) multiply_group(out, work, own, g, v, rows, type, is_unpacked);
+    for (int64_t g = first; g < last;) { /* block by block: the compiler loads the factors of a block's scales once */
+        const int64_t next = (g / layout.groups + 1) * layout.groups;
+        const int64_t end = is_unpacked || layout.groups == 1 || next > last ? last : next;
+        PackedPlace place = {work->panel + head_offset(layout, g), work->panel + group_offset(layout, g)};
+#pragma GCC unroll 1
+        for (; g < end; g++, place.group += layout.group_bytes)
+            multiply_group(out, work, own, place, g, v, rows, type, is_unpacked);
+    }
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 2
