@@ -34,7 +34,7 @@ from ipc.tables.rounding import round_up
 from kernels.cpu.build import CpuLibraryError
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.library_file import private_folder
-from kernels.cpu.packed_weights import digest_of
+from kernels.cpu.packed_weights import digest_of, digest_of_pieces
 from kernels.memory.huge_pages import is_in_huge_pages, move_to_huge_pages
 
 _MAGIC = b"packed weights 1"
@@ -44,6 +44,7 @@ _ALIGNMENT, _PAGE = 64, 1 << 21  # of an entry, for the kernels; of the data: a 
 #: Weights that are packed faster than a file is found are not kept.
 _LEAST_BYTES = 32 << 20
 _PIECE = 8 << 20  # bytes written at a time
+_MAPPED = 32 << 20  # bytes read at a time after that, a multiple of _PAGE and of SUM_BYTES
 _SUFFIX, _UNFINISHED = ".weights", ".tmp"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
@@ -233,10 +234,17 @@ def _write(fd: int, header: bytes, begin: int, pieces: Iterable[tuple[int, UInt8
         while rest:
             written = os.pwrite(fd, rest, at)
             rest, at = rest[written:], at + written
-    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as mapping, library.alone():
-        digest = digest_of(library, np.frombuffer(mapping, np.uint8)[begin:])
+    with library.alone():
+        digest = digest_of_pieces(library, _mapped(fd, begin, os.fstat(fd).st_size))
     digests = hashlib.sha256(header).digest() + digest
     os.pwrite(fd, _MAGIC + len(header).to_bytes(8, "little") + digests + header, 0)
+
+
+def _mapped(fd: int, begin: int, end: int) -> Iterator[UInt8s]:
+    """Yield the file's bytes from `begin` on, mapped one piece after the other: all of them would count as memory."""
+    for place in range(begin, end, _MAPPED):
+        mapping = mmap.mmap(fd, min(_MAPPED, end - place), access=mmap.ACCESS_READ, offset=place)
+        yield np.frombuffer(mapping, np.uint8)
 
 
 def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tuple[int, UInt8s]]:

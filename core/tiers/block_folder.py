@@ -11,6 +11,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from typing import NamedTuple
 from core.tiers.block_file import BlockToLoad, BlockToStore, is_block
 from core.tiers.portable_names import KEY_BYTES
 from ipc.errors import ConfigError
+from ipc.machine.cpus import usable_cpus
 
 _KEY_FILE = "key"
 _BLOCKS = "blocks"
@@ -32,6 +34,9 @@ _UNFINISHED_NS = 600 * 10**9
 #: other engines write too. If there are too many, enough are removed to leave this fraction free.
 _SHARE = 16
 _NS_PER_MS = 1_000_000
+#: Threads that read blocks, and how many blocks there are for each of them at least.
+_MOST_THREADS, _BLOCKS_PER_THREAD = 4, 8
+_HELPERS_NICE = 10
 #: Blocks that are not written yet and are to be kept then: more are forgotten, oldest first.
 MAX_RETAINED = 1 << 16
 
@@ -94,8 +99,25 @@ class BlockFolder:
         return next((count for count, name in enumerate(names) if not self.has(name)), len(names))
 
     def load(self, lookup: int, blocks: Sequence[BlockToLoad]) -> None:
-        """Read those of these blocks that have intact files. A damaged file is removed."""
-        for block in blocks:
+        """Read those of these blocks that have intact files. A damaged file is removed.
+
+        Half of the time is for digests, so many blocks are read by several threads, which take one after the other.
+        """
+        rest, num_threads = iter(blocks), min(_MOST_THREADS, usable_cpus(), len(blocks) // _BLOCKS_PER_THREAD)
+        others = [threading.Thread(target=self._help, args=(rest,), daemon=True) for _ in range(1, num_threads)]
+        for thread in others:
+            thread.start()
+        self._read_all(rest)
+        for thread in others:
+            thread.join()
+
+    def _help(self, rest: Iterator[BlockToLoad]) -> None:
+        with contextlib.suppress(OSError):  # steps come first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _HELPERS_NICE)
+        self._read_all(rest)
+
+    def _read_all(self, rest: Iterator[BlockToLoad]) -> None:
+        for block in rest:
             self._read(block)
 
     def _read(self, block: BlockToLoad) -> None:

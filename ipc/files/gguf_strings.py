@@ -5,6 +5,7 @@ A string is its length in 8 bytes and its bytes, so each one says where the next
 lengths is proven by each pointing to the next one.
 """
 
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, TypeAlias, overload
@@ -62,7 +63,7 @@ class CutStringError(ValueError):
         self.index, self.position = index, position
 
 
-def find_strings(data: Sequence[int] | bytes, begin: int, count: int, end: int) -> tuple[_Places, int]:
+def find_strings(data: bytes | mmap.mmap, begin: int, count: int, end: int) -> tuple[_Places, int]:
     """Return where the lengths of `count` strings are, the first one at `begin`, and where the last string ends.
 
     data: bytes, or a mapped file. end: where its strings must have ended. Errors: CutStringError.
@@ -73,13 +74,13 @@ def find_strings(data: Sequence[int] | bytes, begin: int, count: int, end: int) 
         raise CutStringError(found, at)
 
     while found < count:
-        if num_long < _MOST_LONG and len(run := _short_ones(bytes(data[at : min(end, at + _WINDOW)]))):
+        if num_long < _MOST_LONG and len(run := _short_ones(data[at : min(end, at + _WINDOW)])):
             run = run[: count - found] + at
             parts.append(run)
             found, last = found + len(run), int(run[-1])
             at = last + 8 + data[last]
             continue
-        length = _LENGTH.unpack_from(data, at)[0] if at + 8 <= end else end  # type: ignore[arg-type]  # a buffer
+        length = _LENGTH.unpack_from(data, at)[0] if at + 8 <= end else end
         if at + 8 + length > end:
             fail()
         parts.append(np.array([at], np.int64))

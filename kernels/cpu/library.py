@@ -146,11 +146,15 @@ class CpuLibrary:
             return np.empty(shape, dtype)
         num_bytes = math.prod(shape) * dtype.itemsize
         with self._allocating:
-            return self._map(num_bytes)[:num_bytes].view(dtype).reshape(shape)
+            return self._map(num_bytes, max)[:num_bytes].view(dtype).reshape(shape)
 
-    def _map(self, num_bytes: int) -> UInt8s:
-        """Return a mapping of at least so many bytes: one that is kept, or a new one."""
-        kept = min((one for one in self._kept or () if len(one) >= num_bytes), key=len, default=None)
+    def _map(self, num_bytes: int, choose: Any = min) -> UInt8s:
+        """Return a mapping of at least so many bytes: one that is kept, or a new one.
+
+        choose: min or max, of those that are kept. Arrays for a moment take the largest: then those that stay find
+        mappings of their own sizes, and none is new.
+        """
+        kept = choose((one for one in self._kept or () if len(one) >= num_bytes), key=len, default=None)
         if kept is not None and self._kept is not None:
             self._kept.remove(kept)
             mapping = kept

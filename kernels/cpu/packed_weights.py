@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from kernels.elements import Dtype
 from kernels.rounding import ceil_div
 
 WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
-_SUM_BYTES = 1 << 20  # enum in blocks/sums.h
+SUM_BYTES = 1 << 20  # enum in blocks/sums.h
 
 
 class PackedWeights(NamedTuple):
@@ -36,7 +37,15 @@ def digest_of(library: CpuLibrary, data: UInt8s) -> bytes:
 
     It proves nothing about a file that another program wrote.
     """
-    sums = np.zeros(ceil_div(data.nbytes, _SUM_BYTES), np.uint64)
+    return digest_of_pieces(library, [data])
+
+
+def digest_of_pieces(library: CpuLibrary, pieces: Iterable[UInt8s]) -> bytes:
+    """Return digest_of() all pieces together. Each but the last one has a multiple of SUM_BYTES."""
+    digest = hashlib.sha256()
     run = library.function("sum_pieces", ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
-    run(data.ctypes.data, data.nbytes, sums.ctypes.data)
-    return hashlib.sha256(sums.tobytes()).digest()
+    for piece in pieces:
+        sums = np.zeros(ceil_div(piece.nbytes, SUM_BYTES), np.uint64)
+        run(piece.ctypes.data, piece.nbytes, sums.ctypes.data)
+        digest.update(sums.tobytes())
+    return digest.digest()

@@ -4,6 +4,7 @@ A kind's number is an index into the data that a step has once per kind: windows
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from core.models.config import HeadSizes, ModelConfig
@@ -17,6 +18,7 @@ class LayerKind(NamedTuple):
     heads: HeadSizes
 
 
+@lru_cache(4)
 def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the kind of each layer."""
     has_table = config.encoder is not None and config.adds_places
@@ -30,6 +32,7 @@ def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
     )
 
 
+@lru_cache(4)
 def kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
     """Return the model's kinds of layers with attention, those without a window first."""
     having = {kind for layer, kind in enumerate(layers(config)) if layer not in config.recurrent_layers}

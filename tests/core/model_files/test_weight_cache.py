@@ -286,6 +286,23 @@ def test_reading_all_weights_takes_the_place_of_a_large_models_warm_up(
                 thread.join()
 
 
+def test_a_file_is_checked_piece_by_piece_after_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_cache, "_MAPPED", 2 << 20)
+    mapped, mmap = list[int](), weight_cache.mmap.mmap
+
+    def map_piece(fd: int, size: int, **given: Any) -> object:
+        mapped.append(size)
+        return mmap(fd, size, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_cache.mmap, "mmap", map_piece)
+        cache = WeightCache(["model"], LIBRARY, MANY)
+        cache.take("matrix", lambda: packed(1, (5 << 20) + 7))
+        keep(cache)
+    assert mapped == [2 << 20, 2 << 20, (1 << 20) + 7]
+    assert np.array_equal(WeightCache(["model"], LIBRARY, MANY).take("matrix", never)[0], packed(1, (5 << 20) + 7)[0])
+
+
 def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -> None:
     build("llama2").save_pretrained(tmp_path / "model")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.tiers import block_file
+from core.tiers import block_file, block_folder
 from core.tiers.block_file import HEAD_BYTES, BlockToLoad, BlockToStore
 from core.tiers.block_folder import BlockFolder
 from core.tiers.portable_names import KEY_BYTES, PortableNames
@@ -53,6 +53,26 @@ def test_a_block_comes_back_also_in_other_parts(folder: BlockFolder) -> None:
     assert read(folder, count=1) == DATA
     assert not folder.has(bytes(16))
     assert read(folder, bytes(16)) is None
+
+
+def test_many_blocks_are_read_by_several_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, readv, met, readers = BlockFolder(str(tmp_path / "kv"), 2**30), os.readv, threading.Barrier(2), set[int]()
+    names = [name_of(number) for number in range(16)]
+    assert all(store(made, name) for name in names)
+    file_of(tmp_path, names[5]).write_bytes(b"damaged")
+
+    def read_together(fd: int, buffers: list[memoryview]) -> int:
+        if (reader := threading.get_ident()) not in readers:
+            readers.add(reader)
+            met.wait(60)  # for the other one
+        return readv(fd, buffers)
+
+    monkeypatch.setattr(os, "readv", read_together)
+    monkeypatch.setattr(block_folder, "usable_cpus", lambda: 2)
+    blocks = [BlockToLoad(name, parts(bytes(len(DATA))), made.key) for name in names]
+    made.load(1, blocks)
+    assert [block.is_loaded for block in blocks] == [name != names[5] for name in names]
+    assert len(readers) == 2
 
 
 def test_it_is_there_after_a_restart(folder: BlockFolder, tmp_path: Path) -> None:

@@ -357,6 +357,8 @@ def test_kept_memory_is_that_of_the_next_data() -> None:
     assert places([library.allocate(sizes[2] - 5)]) == whole[1:], "of the kept ones the smallest that is large enough"
     begin = library.brief((3, 5 << 20), BFLOAT16).ctypes.data
     assert library.brief((5 << 20, 2), BFLOAT16).ctypes.data == begin
+    del fourth
+    assert library.brief((1, 1), BFLOAT16).ctypes.data == begin, "the largest, so that others find their own sizes"
     library.keep_memory(False)
     assert is_mapped(whole[0])
     del third

@@ -29,11 +29,21 @@ typedef struct {
 static PanelPlan *plan_of(const GemmPack *args, int64_t panel) { return (PanelPlan *)args->plan + panel; }
 static int64_t num_pairs(const GemmPack *args) { return args->depth / 4; }
 
+static int pairs_from(const GemmPack *args, int64_t first) {
+    const int64_t left = num_pairs(args) - first;
+    return left < SLICE_PAIRS ? (int)left : SLICE_PAIRS;
+}
+
 /* Pack the panel's pairs from `first` on into a slice. */
 static void pack_slice(const GemmPack *args, int64_t panel, int64_t first, Slice *slice) {
-    const int64_t left = num_pairs(args) - first;
-    slice->count = left < SLICE_PAIRS ? (int)left : SLICE_PAIRS;
+    slice->count = pairs_from(args, first);
     gemm_pack_steps(args, panel, first * 2, (first + slice->count) * 2, slice->weights);
+}
+
+/* Copy their weights into a slice, in any order. */
+static void copy_slice(const GemmPack *args, int64_t panel, int64_t first, Slice *slice) {
+    slice->count = pairs_from(args, first);
+    gemm_copy_steps(args, panel, first * 2, (first + slice->count) * 2, slice->weights);
 }
 
 /* Move the 16 values with the largest counts into a table; return the sum of the other counts. */
@@ -104,7 +114,7 @@ static int64_t choose_table(const GemmPack *args, int64_t panel, uint8_t upper[1
     uint32_t counts[256] = {0}, of_first[256];
     Slice slice;
     for (int64_t first = 0; first < num_pairs(args); first += SLICE_PAIRS) {
-        pack_slice(args, panel, first, &slice);
+        copy_slice(args, panel, first, &slice);
         if (first && slice.count == SLICE_PAIRS) {
             count_slice(&slice, upper, counts);
             continue;

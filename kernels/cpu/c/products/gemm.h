@@ -81,4 +81,7 @@ void gemm_pack(const GemmPack *args);
 /* Pack steps [first, last) of a panel, one after the other. */
 void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to);
 
+/* Write the weights of these steps, for those who count them: in any order, which is faster. */
+void gemm_copy_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to);
+
 #endif

@@ -89,6 +89,18 @@ void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t
         pack_steps(args, panel, first, last, to, source_dtype, dtype);
 }
 
+void gemm_copy_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
+    if (args->source_dtype != args->dtype || last * 4 > args->depth * element_bytes(args->dtype)) {
+        gemm_pack_steps(args, panel, first, last, to);
+        return;
+    }
+    const char *rows[PANEL_COLUMNS];
+    const int64_t num_bytes = (last - first) * 4;
+    find_rows(args, panel, rows);
+    for (int64_t column = 0; column < PANEL_COLUMNS; column++)
+        memcpy((char *)to + column * num_bytes, rows[column] + first * 4, (size_t)num_bytes);
+}
+
 void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {
     const int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
     const int64_t steps = num_steps(args->depth, args->dtype), last = num_panels * (thread + 1) / num_threads;
