@@ -171,12 +171,21 @@ DEFINE_TYPES(2)
 DEFINE_TYPES(3)
 DEFINE_TYPES(4)
 #endif
+#if defined(__AVX512BF16__)
+DEFINE_TYPES(5)
+DEFINE_TYPES(6)
+DEFINE_TYPES(7)
+DEFINE_TYPES(8)
+#endif
 
 /* [rows][function_type_of() - WHOLE_PANEL] */
 static const Work_On_Groups WORKS[FEW_ROWS + 1][IQ2_XXS + 2] = {
     TYPES_OF(0), TYPES_OF(1), TYPES_OF(2),
 #if defined(__AVX512F__)
     TYPES_OF(3), TYPES_OF(4),
+#endif
+#if defined(__AVX512BF16__)
+    TYPES_OF(5), TYPES_OF(6), TYPES_OF(7), TYPES_OF(8),
 #endif
 };
 

@@ -136,7 +136,9 @@ static inline float quantized_weight(const uint32_t *steps, int k, int column) {
 }
 
 /* Rows that are multiplied while the weights are in registers. More are computed slice by slice (gemm_slices.h). */
-#if defined(__AVX512F__)
+#if defined(__AVX512BF16__)
+enum { QUANTIZED_FEW_ROWS = 8 };
+#elif defined(__AVX512F__)
 enum { QUANTIZED_FEW_ROWS = 4 };
 #else
 enum { QUANTIZED_FEW_ROWS = 2 };

@@ -212,12 +212,7 @@ INLINE Floats number_of_code(const Words low, const Words high, const int i, con
         return above_power(bits, place, zero);
     }
     const int place = i % 4 * 4;
-    Words bits = masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place)));
-    if (planes != FOURS) { /* the code's upper bits are at i % 4 / 2 * 8, or next to it */
-        const Words upper = half << (i % 2 == 0 ? 4 : planes & TWOS ? 6 : 7);
-        bits = masked(upper, (planes & TWOS ? 48u : 16u) << place, bits);
-    }
-    return above_power(bits, place, zero);
+    return above_power(masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place))), place, zero);
 #else
     const int fours = planes & FOURS, above = fours ? 4 : 2;
     Words code = fours ? low >> (4 * i) & 15 : low >> (i / 2 * 8 + i % 2 * 2) & 3;
@@ -236,9 +231,9 @@ INLINE Words load_plane(const char *codes, const int v, const int r, const int p
     return load_words(codes) >> (2 * r);
 }
 
-/* A row's codes: their lower and upper bits. Of BYTES, and of codes that have been looked up, the row's two steps. With 16
- * lanes levels are looked up as floats (unrounded_weight()). With NEON all types but those with levels that are floats
- * have the row's two steps, whose zero is taken off. */
+/* A row's codes: their lower and upper bits. Of BYTES, of codes that have been looked up and, with AVX-512, of five and six
+ * bits, the row's two steps. With 16 lanes levels are looked up as floats (unrounded_weight()). With NEON all types but
+ * those with levels that are floats have the row's two steps, whose zero is taken off. */
 typedef struct {
     Words low, high;
 } RowCodes;
@@ -287,6 +282,28 @@ INLINE Floats number_of_step(const Words step, const int i, const int type) {
 }
 #endif
 
+/* Whether codes of a type are bytes in RowCodes. */
+INLINE int are_bytes(const int type) {
+#if defined(__AVX512F__)
+    const int planes = planes_of(type);
+    return planes == BYTES || planes == (FOURS | TWOS) || planes == (FOURS | ONES);
+#else
+    return planes_of(type) == BYTES || has_levels(type);
+#endif
+}
+
+#if defined(__AVX512F__)
+/* Return a row's steps from the nibbles of its words and from the bits above them, of which a byte has those of both steps.
+ * Bits above a code are others' bits. */
+INLINE RowCodes joined(const Words nibbles, const Words above, const int bits_above) {
+    const Words lower = all_words(0x0f0f0f0f);
+    return (RowCodes){
+        (Words)_mm512_ternarylogic_epi32((__m512i)lower, (__m512i)nibbles, (__m512i)(above << 4), 0xca),
+        (Words)_mm512_ternarylogic_epi32((__m512i)lower, (__m512i)(nibbles >> 4), (__m512i)(above << (4 - bits_above)), 0xca),
+    };
+}
+#endif
+
 INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
     RowCodes row = {{0}, {0}};
     if (type == WHOLE_PANEL) return row;
@@ -303,6 +320,9 @@ INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Ta
         return (RowCodes){look_up(levels, row.low & 0x0f0f0f0f), look_up(levels, row.low >> 4 & 0x0f0f0f0f)};
     if (planes & ONES) row.high = load_plane(codes, v, r, ONES, planes);
     if (planes == (FOURS | TWOS)) row.high = load_plane(codes, v, r, TWOS, planes);
+#if defined(__AVX512F__)
+    if (planes != BYTES && are_bytes(type)) return joined(row.low, row.high, planes & TWOS ? 2 : 1);
+#endif
     return row;
 }
 
@@ -312,8 +332,9 @@ INLINE Floats number_of_byte(const Words step, const int i, const int type) {
     if (is_e4m3(type)) return float_bits_of_e4m3(step, i / 2 * 8);
 #if defined(__AVX512F__)
     const int place = i / 2 % 2 * 8;
-    const uint32_t sign = type == Q8_0 ? 128u << place : 0;
-    const Words bits = masked(i < 4 ? step : step >> 16, 255u << place, all_words(power_for(place) | sign));
+    const int planes = planes_of(type);
+    const uint32_t sign = type == Q8_0 ? 128u << place : 0, mask = planes == BYTES ? 255 : planes & TWOS ? 63 : 31;
+    const Words bits = masked(i < 4 ? step : step >> 16, mask << place, all_words(power_for(place) | sign));
     return above_power(bits, place, zero_of(type));
 #else
     if (type == Q8_0) return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
@@ -341,7 +362,7 @@ INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const
         number = number_of_step(i % 2 ? codes->high : codes->low, i, type);
     else
 #endif
-    if (planes_of(type) == BYTES || has_levels(type))
+    if (are_bytes(type))
         number = number_of_byte(i % 2 ? codes->high : codes->low, i, type);
     else
         number = number_of_code(codes->low, codes->high, i, type);
