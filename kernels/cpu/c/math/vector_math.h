@@ -201,6 +201,15 @@ INLINE Floats error_function(Floats x) {
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 typedef int8_t SignedBytes __attribute__((vector_size(LANES)));
 
+#if defined(WITH_NEON)
+/* Load four bytes to the lowest ones of a vector: GCC 12 would copy them to all lanes. */
+INLINE uint8x16_t load_four_bytes(const void *from) {
+    uint8x16_t loaded;
+    __asm__("ldr %s0, %1" : "=w"(loaded) : "m"(*(const char(*)[4])from));
+    return loaded;
+}
+#endif
+
 INLINE Floats load_bytes(const void *from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from)));
@@ -208,9 +217,7 @@ INLINE Floats load_bytes(const void *from) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #elif defined(WITH_NEON)
     const uint8x16_t places = {0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255, 255};
-    uint32_t four;
-    memcpy(&four, from, sizeof four);
-    return (Floats)vcvtq_f32_u32(vreinterpretq_u32_u8(vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(four)), places)));
+    return (Floats)vcvtq_f32_u32(vreinterpretq_u32_u8(vqtbl1q_u8(load_four_bytes(from), places)));
 #else
     Bytes bytes;
     memcpy(&bytes, from, sizeof bytes);
@@ -232,9 +239,7 @@ INLINE Floats load_signed_bytes(const void *from) {
     return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
 #elif defined(WITH_NEON)
     const uint8x16_t places = {255, 255, 255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3};
-    uint32_t four;
-    memcpy(&four, from, sizeof four);
-    const uint8x16_t upper = vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(four)), places); /* 2 ** 24 times each */
+    const uint8x16_t upper = vqtbl1q_u8(load_four_bytes(from), places); /* 2 ** 24 times each */
     return (Floats)vcvtq_n_f32_s32(vreinterpretq_s32_u8(upper), 24);
 #else
     SignedBytes bytes;

@@ -238,7 +238,7 @@ INLINE void load_two_steps(Words codes[2][PANEL_VECTORS], const char *at, const 
     }
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+#if (defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)) || (defined(WITH_NEON) && !defined(NEON_DOT))
 /* Return the largest code of a type; of unpacked codes that of all types that share the function. */
 INLINE int largest_code(const int type, const int is_unpacked) {
     const int planes = planes_of(type);
@@ -252,8 +252,44 @@ INLINE int largest_code(const int type, const int is_unpacked) {
 INLINE int steps_in_16_bits(const int type, const int is_unpacked) {
     if (is_wide(type)) return 0;
     const int fitting = INT16_MAX / (largest_code(type, is_unpacked) * 2 * 127);
+#if defined(WITH_NEON)
+    return fitting < 2 ? 0 : fitting < 4 ? 2 : fitting < 8 ? 4 : 8;
+#endif
     return fitting < 4 ? fitting : 4;
 }
+#endif
+
+#if defined(WITH_NEON) && !defined(NEON_DOT)
+/* Add the products of `count` steps from s on: an even number. */
+INLINE void sum_in_16_bits(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *parts, const Int8Work *work,
+                           const int64_t block, const int s, const int count, const int rows, const int type,
+                           const int is_unpacked) {
+    int16x8_t low[INT8_ROWS][INT8_VECTORS], high[INT8_ROWS][INT8_VECTORS];
+    Words codes[2][PANEL_VECTORS];
+#pragma GCC unroll 8
+    for (int step = 0; step < count; step++) {
+        if (step % 2 == 0)
+            load_two_steps(codes, parts->codes, s + step, parts->levels, type, is_unpacked, INT8_VECTORS);
+#pragma GCC unroll 6
+        for (int row = 0; row < rows; row++) {
+            const int8_t *at = work->x[row * work->x_stride + block].codes + (s + step) * 4;
+            const int8x16_t x = (int8x16_t)vld1q_dup_u32((const uint32_t *)at);
+#pragma GCC unroll 2
+            for (int i = 0; i < INT8_VECTORS; i++) {
+                const int8x16_t four = (int8x16_t)codes[step % 2][i];
+                const int8x8_t first = vget_low_s8(four);
+                low[row][i] = step ? vmlal_s8(low[row][i], first, vget_low_s8(x)) : vmull_s8(first, vget_low_s8(x));
+                high[row][i] = step ? vmlal_high_s8(high[row][i], four, x) : vmull_high_s8(four, x);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < rows; row++)
+#pragma GCC unroll 2
+        for (int i = 0; i < INT8_VECTORS; i++)
+            sums[row][i] = (Signed)vpadalq_s16((int32x4_t)sums[row][i], vpaddq_s16(low[row][i], high[row][i]));
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
 
 /* Load step s of a group. */
 INLINE void load_codes_of_step(Words codes[INT8_VECTORS], const GroupParts *parts, const int s, const int type,
@@ -319,6 +355,13 @@ INLINE void sum_steps(Signed sums[INT8_ROWS][INT8_VECTORS], const GroupParts *pa
     for (int step = 0; step < count; step += steps)
         sum_in_16_bits(sums, parts, work, block, half * count + step, steps, rows, type, is_unpacked);
     return;
+#elif defined(WITH_NEON) && !defined(NEON_DOT)
+    const int steps = steps_in_16_bits(type, is_unpacked);
+#pragma GCC unroll 4
+    for (int step = 0; steps && step < count; step += steps < count ? steps : count)
+        sum_in_16_bits(sums, parts, work, block, half * count + step, steps < count ? steps : count, rows, type,
+                       is_unpacked);
+    if (steps) return;
 #endif
 #pragma GCC unroll 8
     for (int step = 0; step < count; step++) {

@@ -20,11 +20,20 @@ typedef struct {
     Words codes[2], rest;
 } LoadedBlock;
 
-/* Load a block. */
-INLINE LoadedBlock load_block(const Int8Block *at) {
+/* Load a block, and let `at` point to the next one. */
+INLINE LoadedBlock load_block(const Int8Block **at) {
     LoadedBlock x;
-    load_row(x.codes, (const char *)at->codes, 2);
-    x.rest = (Words)vld1q_u32((const uint32_t *)&at->scale);
+    load_row(x.codes, (const char *)(*at)->codes, 2);
+    x.rest = (Words)vld1q_u32((const uint32_t *)&(*at)->scale);
+    (*at)++;
+    return x;
+}
+
+/* The same, in fewer instructions, which suits loops that need few other registers. */
+INLINE LoadedBlock load_next_block(const Int8Block **at) {
+    LoadedBlock x;
+    __asm__("ldp %q0, %q1, [%2], #48" : "=&w"(x.codes[0]), "=&w"(x.codes[1]), "+r"(*at) : "m"((*at)->codes));
+    x.rest = (Words)vld1q_u32((const uint32_t *)&(*at)[-1].scale);
     return x;
 }
 
@@ -64,6 +73,7 @@ typedef struct {
     const Int8Group *unpacked;
     const OwnParts *own;
     int v;
+    const float *factors; /* of load_factors() */
 } GroupPlace;
 
 /* Its scales are loaded after the products: before, the sums need all registers. */
@@ -142,21 +152,122 @@ INLINE void multiply_group_by_lanes(Floats out[LANE_ROWS][PANEL_VECTORS], const 
     }
 }
 
-/* Load the rows' blocks, and let `at` point to the next ones. */
-INLINE void load_blocks(LoadedBlock x[LANE_ROWS], const Int8Block *at[LANE_ROWS], const int rows) {
+/* Whether one row is multiplied with a packed group by all_columns_of_group(). */
+INLINE int has_all_columns(const int rows, const int type, const int is_unpacked) {
+    const int planes = planes_of(type), scales = BLOCK_TYPES[type].scales;
+    return rows == 1 && !is_unpacked && !has_levels(type) && (scales == FLOATS || scales == UNSIGNED) &&
+           (planes == FOURS || planes == BYTES);
+}
+
+/* The products of two vectors of columns from an offset on, with lanes of x: two steps of FOURS, which a row of words has,
+ * or one of BYTES. */
+#define TWO_OF_FOURS(offset, left, right, x, lane, next)                                                             \
+    "ldp %q[a], %q[b], [%[at], #%c[skipped]+" offset "]\n\tand %[c].16b, %[a].16b, %[mask].16b\n\t"                              \
+    "and %[d].16b, %[b].16b, %[mask].16b\n\tushr %[a].16b, %[a].16b, #4\n\tushr %[b].16b, %[b].16b, #4\n\t"          \
+    "sdot %[" left "].4s, %[c].16b, %[" x "].4b[" lane "]\n\tsdot %[" right "].4s, %[d].16b, %[" x "].4b[" lane "]\n\t" \
+    "sdot %[" left "].4s, %[a].16b, %[" x "].4b[" next "]\n\tsdot %[" right "].4s, %[b].16b, %[" x "].4b[" next "]\n\t"
+#define TWO_OF_BYTES(offset, left, right, x, lane, next)                                                             \
+    "ldp %q[a], %q[b], [%[at], #" offset "]\n\t"                                                                     \
+    "sdot %[" left "].4s, %[a].16b, %[" x "].4b[" lane "]\n\tsdot %[" right "].4s, %[b].16b, %[" x "].4b[" lane "]\n\t"
+#define ALL_COLUMNS(TWO, offset, x, lane, next)                                                         \
+    TWO(offset, "s0", "s1", x, lane, next) TWO(offset "+32", "s2", "s3", x, lane, next)                  \
+    TWO(offset "+64", "s4", "s5", x, lane, next) TWO(offset "+96", "s6", "s7", x, lane, next)
+#define EACH_SUM(X) X("s0") X("s1") X("s2") X("s3") X("s4") X("s5") X("s6")
+#define BEGIN_WITH_ZEROS(sum) "mov %[" sum "].16b, %[s7].16b\n\t"
+#define BEGIN_WITH_NOTHING(sum) "movi %[" sum "].4s, #0\n\t"
+
+/* Sum the products of a packed group of all columns with one row. In one piece: GCC 12 would move sums between
+ * registers. */
+INLINE void sum_all_columns(Signed sums[PANEL_VECTORS], const GroupPlace *place, const LoadedBlock *x, const int type) {
+    const char *at = place->group + (planes_of(type) == BYTES ? layout_of(type).scale_bytes : 0);
+    Words a, b, c, d;
+#define SUMS_OF_COLUMNS                                                                                              \
+    [s0] "=&w"(sums[0]), [s1] "=&w"(sums[1]), [s2] "=&w"(sums[2]), [s3] "=&w"(sums[3]), [s4] "=&w"(sums[4]),             \
+        [s5] "=&w"(sums[5]), [s6] "=&w"(sums[6]), [s7] "=&w"(sums[7]), [a] "=&w"(a), [b] "=&w"(b)
+#define CODES_OF_COLUMNS(bytes)                                                                                      \
+    [at] "r"(at), [x0] "w"(x->codes[0]), [x1] "w"(x->codes[1]), "m"(*(const char(*)[bytes])at)
+#define SKIPPED_AND_MASK [skipped] "i"(layout_of(type).scale_bytes), [mask] "w"(all_words(0x0f0f0f0f))
+#define ALL_FOURS                                                                                       \
+    ALL_COLUMNS(TWO_OF_FOURS, "0", "x0", "0", "1") ALL_COLUMNS(TWO_OF_FOURS, "128", "x0", "2", "3")      \
+    ALL_COLUMNS(TWO_OF_FOURS, "256", "x1", "0", "1") ALL_COLUMNS(TWO_OF_FOURS, "384", "x1", "2", "3")
+#define ALL_BYTES                                                                                       \
+    ALL_COLUMNS(TWO_OF_BYTES, "0", "x0", "0", ) ALL_COLUMNS(TWO_OF_BYTES, "128", "x0", "1", )            \
+    ALL_COLUMNS(TWO_OF_BYTES, "256", "x0", "2", ) ALL_COLUMNS(TWO_OF_BYTES, "384", "x0", "3", )          \
+    ALL_COLUMNS(TWO_OF_BYTES, "512", "x1", "0", ) ALL_COLUMNS(TWO_OF_BYTES, "640", "x1", "1", )          \
+    ALL_COLUMNS(TWO_OF_BYTES, "768", "x1", "2", ) ALL_COLUMNS(TWO_OF_BYTES, "896", "x1", "3", )
+    if (planes_of(type) == BYTES)
+        __asm__(EACH_SUM(BEGIN_WITH_NOTHING) BEGIN_WITH_NOTHING("s7") ALL_BYTES : SUMS_OF_COLUMNS : CODES_OF_COLUMNS(8 * ROW_BYTES));
+    else if (has_minimum(type))
+        __asm__(EACH_SUM(BEGIN_WITH_NOTHING) BEGIN_WITH_NOTHING("s7") ALL_FOURS
+                : SUMS_OF_COLUMNS, [c] "=&w"(c), [d] "=&w"(d)
+                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK);
+    else
+        __asm__(EACH_SUM(BEGIN_WITH_ZEROS) ALL_FOURS
+                : SUMS_OF_COLUMNS, [c] "=&w"(c), [d] "=&w"(d)
+                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK, "7"(zeros_of_block(x, 0, type, 0)));
+}
+
+/* Write the factors of a head's UNSIGNED scales, then those of its minima. A byte as a float16 is 2 ** -24 of its number. */
+INLINE void load_factors(float factors[2 * PANEL_COLUMNS], const char *head) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * PANEL_COLUMNS; i += LANES)
+        store_floats(factors + i, load_float16(head + i * 2) * (i < PANEL_COLUMNS ? 0x1p24f : -0x1p24f));
+}
+
+/* Load the FLOATS or UNSIGNED scales (which = 0) or minima (which = 1) of vectors v to v + 3 of a packed group. */
+INLINE void load_four_scales(Floats four[4], const GroupPlace *place, const int which, const int v, const int type) {
+    const int is_unsigned = BLOCK_TYPES[type].scales == UNSIGNED;
+    const uint8x16_t bytes = (uint8x16_t)load_words(place->group + which * PANEL_COLUMNS + v * LANES);
+    Words factors[4];
+    if (is_unsigned) load_row(factors, (const char *)(place->factors + which * PANEL_COLUMNS + v * LANES), 4);
 #pragma GCC unroll 4
-    for (int row = 0; row < rows; row++) x[row] = load_block(at[row]++);
+    for (int i = 0; i < 4; i++) {
+        const char *two = place->group + (which * PANEL_COLUMNS + (v + i / 2 * 2) * LANES) * 2;
+        const uint16x8_t wide = i < 2 ? vmovl_u8(vget_low_u8(bytes)) : vmovl_high_u8(bytes);
+        const float16x8_t both = is_unsigned ? (float16x8_t)wide : (float16x8_t)load_words(two);
+        four[i] = (Floats)(i % 2 ? vcvt_high_f32_f16(both) : vcvt_f32_f16(vget_low_f16(both)));
+        if (is_unsigned) four[i] = four[i] * (Floats)factors[i];
+    }
+}
+
+/* Add a packed group's values of all columns to one row's results. */
+INLINE void all_columns_of_group(Floats out[PANEL_VECTORS], const GroupPlace *place, const LoadedBlock *x,
+                                 const int type) {
+    Signed sums[PANEL_VECTORS];
+    sum_all_columns(sums, place, x, type);
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECTORS; v += 4) {
+        Floats values[4], minima[2] = {{0}}, four[4];
+        load_four_scales(four, place, 0, v, type);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) values[i] = __builtin_convertvector(sums[v + i], Floats) * four[i];
+        if (has_minimum(type)) load_four_scales(four, place, 1, v, type);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            minima[0] = four[i];
+            const float32x4_t value = (float32x4_t)with_minima_by_lanes(values[i], x, minima, type);
+            out[v + i] = out[v + i] + (Floats)vmulq_laneq_f32(value, (float32x4_t)x->rest, SCALE_LANE);
+        }
+    }
+}
+
+/* Load the rows' blocks, and let `at` point to the next ones. */
+INLINE void load_blocks(LoadedBlock x[LANE_ROWS], const Int8Block *at[LANE_ROWS], const int rows,
+                        const int is_unpacked) {
+#pragma GCC unroll 4
+    for (int row = 0; row < rows; row++) x[row] = is_unpacked ? load_next_block(&at[row]) : load_block(&at[row]);
 }
 
 /* Multiply with unpacked groups, from vector v of columns on. */
 INLINE void pass_over_unpacked(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Work *work,
                                const Int8Block *at[LANE_ROWS], const int v, const int rows, const int type) {
-    const Int8Group *group = (const Int8Group *)work->panel;
+    const char *group = work->panel + v * VECTOR_BYTES, *end = group + (work->last - work->first) * sizeof(Int8Group);
 #pragma GCC unroll 1
-    for (int64_t g = work->first; g < work->last; g++, group++) {
-        const GroupPlace place = {.unpacked = group, .v = v};
+    for (; group < end; group += sizeof(Int8Group)) {
+        __asm__("" : "+r"(group)); /* so that codes and scales are offsets from it */
+        const GroupPlace place = {.unpacked = (const Int8Group *)group};
         LoadedBlock x[LANE_ROWS];
-        load_blocks(x, at, rows);
+        load_blocks(x, at, rows, 1);
         multiply_group_by_lanes(out, &place, x, rows, type, 1);
     }
 }
@@ -166,16 +277,22 @@ INLINE void pass_over_packed(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Wor
                              const Int8Block *at[LANE_ROWS], const int v, const int rows, const int type) {
     const QuantizedLayout layout = layout_of(type);
     const char *head = work->panel, *end = work->panel + head_offset(layout, work->last);
+    const int has_factors = has_all_columns(rows, type, 0) && BLOCK_TYPES[type].scales == UNSIGNED;
+    float factors[2 * PANEL_COLUMNS];
 #pragma GCC unroll 1
     while (head < end) {
+        if (has_factors) load_factors(factors, head);
         const char *group = head + layout.head_bytes, *next = group + layout.groups * layout.group_bytes;
 #pragma GCC unroll 1
         for (; group < next; group += layout.group_bytes) {
             if (v == 0) prefetch_codes(work, group, layout.group_bytes, rows);
-            const GroupPlace place = {.head = head, .group = group, .own = own, .v = v};
+            const GroupPlace place = {.head = head, .group = group, .own = own, .v = v, .factors = factors};
             LoadedBlock x[LANE_ROWS];
-            load_blocks(x, at, rows);
-            multiply_group_by_lanes(out, &place, x, rows, type, 0);
+            load_blocks(x, at, rows, 0);
+            if (has_all_columns(rows, type, 0))
+                all_columns_of_group(out[0], &place, &x[0], type);
+            else
+                multiply_group_by_lanes(out, &place, x, rows, type, 0);
         }
         head = next;
     }
@@ -185,6 +302,7 @@ INLINE void pass_over_packed(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Wor
 INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int type, const int is_unpacked) {
     const OwnParts own = is_unpacked ? (OwnParts){.unit = 1.0f} : own_parts(work->type, type);
     const int count = lane_vectors(rows);
+    float *const sums = work->out;
     for (int v = 0; v < PANEL_VECTORS; v += count) {
         const Int8Block *at[LANE_ROWS];
         Floats out[LANE_ROWS][PANEL_VECTORS];
@@ -193,7 +311,7 @@ INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int ty
             at[row] = work->x + row * work->x_stride;
 #pragma GCC unroll 8
             for (int i = 0; i < count; i++)
-                out[row][i] = load_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES);
+                out[row][i] = load_floats(sums + row * PANEL_COLUMNS + (v + i) * LANES);
         }
         if (is_unpacked)
             pass_over_unpacked(out, work, at, v, rows, type);
@@ -203,7 +321,7 @@ INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int ty
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
             for (int i = 0; i < count; i++)
-                store_floats(work->out + row * PANEL_COLUMNS + (v + i) * LANES, out[row][i]);
+                store_floats(sums + row * PANEL_COLUMNS + (v + i) * LANES, out[row][i]);
     }
 }
 

@@ -43,8 +43,8 @@ INLINE void pair_sums(PairedBlock *to, const Words a, const Words b, const int t
 INLINE void pair_blocks(PairedBlock *to, const Int8Block *first, const Int8Block *second, const int64_t count,
                         const int type, const int is_unpacked) {
 #pragma GCC unroll 1
-    for (const Int8Block *end = first + count; first < end; first++, second++, to += ROW_PAIRS) {
-        const LoadedBlock a = load_block(first), b = load_block(second);
+    for (const Int8Block *end = first + count; first < end; to += ROW_PAIRS) {
+        const LoadedBlock a = load_block(&first), b = load_block(&second);
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             const uint64x2_t left = (uint64x2_t)a.codes[i], right = (uint64x2_t)b.codes[i];
@@ -53,7 +53,10 @@ INLINE void pair_blocks(PairedBlock *to, const Int8Block *first, const Int8Block
         }
         const uint32x4_t each = vzip1q_u32((uint32x4_t)a.rest, (uint32x4_t)b.rest); /* scales, sums */
         to->scale = (Floats)vzip1q_u32(each, each);
-        if (has_minimum(type) || (!is_unpacked && !is_wide(type))) pair_sums(to, a.rest, b.rest, type);
+        if (has_minimum(type) && !has_halves(type))
+            to->sum[0] = (Floats)vzip2q_u32(each, each);
+        else if (has_minimum(type) || (!is_unpacked && !is_wide(type)))
+            pair_sums(to, a.rest, b.rest, type);
     }
 }
 
