@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Any
 
+import tests.triton_device  # noqa: F401  for an engine without workers
 from core import log
 from core.__main__ import main
 from core.workers import processes
