@@ -6,6 +6,7 @@ Without WHEEL it builds one with all variants, or those that ENGINE_CORE_WHEEL_V
 """
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -40,6 +41,12 @@ def build_wheel(folder: Path) -> Path:
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "wheels")]
     subprocess.run(command, cwd=ROOT, env=settings, check=True)
     return max((folder / "wheels").glob(f"*_{ARM}.whl"), key=lambda path: path.stat().st_mtime)
+
+
+def installed_digest(folder: Path) -> str:
+    """Return a digest of the installed wheel's list of files, which has theirs."""
+    record = next((folder / "installed").glob("*.dist-info/RECORD"))
+    return hashlib.blake2b(record.read_bytes(), digest_size=8).hexdigest()
 
 
 def settings(folder: Path, cpu: str) -> dict[str, str]:

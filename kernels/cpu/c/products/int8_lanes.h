@@ -70,7 +70,7 @@ INLINE Signed add_codes(const Signed sum, const Words codes, const Words x, cons
 /* A group, from a vector of columns on. */
 typedef struct {
     const char *head, *group; /* if it is packed */
-    const Int8Group *unpacked;
+    const Int8Group *unpacked, *scales; /* if it is not: where its codes and where its scales begin */
     const OwnParts *own;
     int v;
     const float *factors; /* of load_factors() */
@@ -78,7 +78,7 @@ typedef struct {
 
 /* Its scales are loaded after the products: before, the sums need all registers. */
 INLINE Scales scales_of_place(const GroupPlace *place, const int i, const int type, const int is_unpacked) {
-    if (is_unpacked) return scales_of_unpacked(place->unpacked, place->v + i);
+    if (is_unpacked) return scales_of_unpacked(place->scales, place->v + i);
     return load_scales(place->head, place->group, place->v + i, place->own->unit, type);
 }
 
@@ -265,7 +265,7 @@ INLINE void pass_over_unpacked(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8W
 #pragma GCC unroll 1
     for (; group < end; group += sizeof(Int8Group)) {
         __asm__("" : "+r"(group)); /* so that codes and scales are offsets from it */
-        const GroupPlace place = {.unpacked = (const Int8Group *)group};
+        const GroupPlace place = {.unpacked = (const Int8Group *)group, .scales = (const Int8Group *)group};
         LoadedBlock x[LANE_ROWS];
         load_blocks(x, at, rows, 1);
         multiply_group_by_lanes(out, &place, x, rows, type, 1);

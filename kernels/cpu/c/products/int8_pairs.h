@@ -106,7 +106,8 @@ INLINE void sum_pairs(Signed sums[ROW_PAIRS][COLUMN_PAIRS], const PairedBlock x[
 }
 
 /* Return the numbers of two of four columns for both rows. */
-INLINE Floats numbers_of_columns(const Floats four, const int second) {
+INLINE Floats numbers_of_columns(Floats four, const int second) {
+    __asm__("" : "+w"(four)); /* GCC 12 would load each two alone */
     return (Floats)(second ? vdupq_laneq_f64((float64x2_t)four, 1) : vdupq_laneq_f64((float64x2_t)four, 0));
 }
 
@@ -149,15 +150,21 @@ INLINE void multiply_pairs_of_group(Floats out[ROW_PAIRS][COLUMN_PAIRS], const P
 
 /* Multiply with groups [first, last), from vector v of columns on. `x` has the blocks of these groups. */
 INLINE void pass_of_pairs(Floats out[ROW_PAIRS][COLUMN_PAIRS], const Int8Work *work, const OwnParts *own,
-                          const PairedBlock *x, const int64_t first, const int64_t last, const int v, const int pairs,
+                          const PairedBlock *x, int64_t first, const int64_t last, const int v, const int pairs,
                           const int type, const int is_unpacked) {
     const QuantizedLayout layout = layout_of(type);
-    const Int8Group *unpacked = (const Int8Group *)work->panel + (first - work->first);
+    const char *unpacked = work->panel + (first - work->first) * sizeof(Int8Group), *scales = unpacked + v * VECTOR_BYTES;
+    unpacked += 2 * v * VECTOR_BYTES;
 #pragma GCC unroll 1
-    for (int64_t g = first; g < last; g++, unpacked++, x += ROW_PAIRS) {
-        GroupPlace place = {.unpacked = unpacked, .own = own, .v = v};
-        if (!is_unpacked) {
-            place.head = work->panel + head_offset(layout, g), place.group = work->panel + group_offset(layout, g);
+    for (const PairedBlock *end = x + (last - first) * ROW_PAIRS; x < end; x += ROW_PAIRS) {
+        GroupPlace place = {.own = own, .v = v};
+        if (is_unpacked) {
+            __asm__("" : "+r"(unpacked), "+r"(scales)); /* so that codes and scales are offsets from them */
+            place.unpacked = (const Int8Group *)unpacked, place.scales = (const Int8Group *)scales, place.v = 0;
+            unpacked += sizeof(Int8Group), scales += sizeof(Int8Group);
+        } else {
+            place.head = work->panel + head_offset(layout, first), place.group = work->panel + group_offset(layout, first);
+            first++;
             if (v == 0) prefetch_codes(work, place.group, layout.group_bytes, 2 * pairs);
         }
         multiply_pairs_of_group(out, x, &place, pairs, type, is_unpacked);
