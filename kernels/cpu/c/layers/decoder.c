@@ -102,7 +102,7 @@ static void multiply_adapted(const Share *share, const Gemm *weights, int which,
 static void normalise_hidden(const Share *share, const NormWeights *norm) {
     const Decoder *decoder = share->decoder;
     const Norm args = {share->hidden, NULL,  *norm, share->step->x, share->num_rows, decoder->hidden_size,
-                       FLOAT32, decoder->dtype, decoder->eps, 1.0f};
+                       FLOAT32, decoder->dtype, decoder->eps, 1.0f, 0.0f};
     norm_part(&args, share->thread, share->num_threads);
 }
 
