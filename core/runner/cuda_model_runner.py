@@ -224,6 +224,12 @@ class CudaModelRunner(ModelRunner):
             self._run_trial(size)
         return measure_steps(self._run_trial, self._most_tokens, used, used)
 
+    def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
+        """Return the duration in ns of the drafter's drafts for one row. `used` also ends the measurement: a group of
+        GPUs has one clock, so that all end it after the same step.
+        """
+        return 0 if self.drafter is None else measure_steps(self._trial_drafts, 1, used, used)[0]
+
     @torch.inference_mode()
     def measure_overlapping(self, apart: tuple[int, ...], used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
         """Return the durations in ns of consecutive steps: the device's time or the launches', whichever is longer.

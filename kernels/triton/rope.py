@@ -172,6 +172,7 @@ class TritonRope:
         values: ValueForm = "own",
         row: tuple[int, int, int, int] | None = None,
     ) -> None:
+        assert row is None or SIDES[values] != 1, "V of some heads is not read from K of all"
         self.num_heads, self.eps, self._row = num_heads, eps, row
         self.head_norms = None if head_norms is None else head_norms.contiguous()
         self._constants = {

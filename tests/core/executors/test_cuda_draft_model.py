@@ -1,5 +1,6 @@
 """A draft model on a GPU: tokens are those without drafts, and a model is right about itself."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,19 @@ def test_tokens_are_those_without_drafts(model: str, tmp_path: Path) -> None:
     other, stats = run(model, other_model(tmp_path))
     assert (other.tokens, other.logprobs) == (plain.tokens, plain.logprobs)
     assert stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+def test_drafts_are_measured_until_the_given_clock_ends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of all GPUs of a group, each of which computes its part of as many trials."""
+    settings = SpeculativeConfig(method="draft_model", model=model, num_speculative_tokens=3)
+    config = EngineConfig(device="cuda", model=model, speculative_config=settings, **SIZES)
+    executor = CudaExecutor(config)
+    executor.initialize_cache(resolve(config, executor.info, lambda *_: BLOCKS, total_memory_bytes=1 << 34, num_cpus=1))
+    drafter, seconds, steps = executor.runner.drafter, itertools.count(), list[None]()
+    assert drafter is not None
+    monkeypatch.setattr(drafter, "step", lambda *_: steps.append(None))
+    assert executor.runner.measure_drafts(lambda: next(seconds) * 10**9) == 10**9
+    assert len(steps) == 2, "the first one is not measured, and the second one ends the measurement"
 
 
 def test_blocks_of_both_models_count(model: str) -> None:
