@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from core.model_files.parts import check_parts
+from core.models.config import HeadSizes
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from tests.core.runner.invariance_kinds import KINDS
@@ -40,3 +41,10 @@ def test_ranks_on_gpus_divide_what_ranks_on_cpus_do(kind: str) -> None:
         check_parts(Path("model"), EngineConfig(device=device), KINDS[kind], 2, 1)
         with pytest.raises(ConfigError, match="tensor_parallel_size=99 is more than the"):
             check_parts(Path("model"), EngineConfig(device=device), KINDS[kind], 99, 1)
+
+
+def test_heads_of_two_kinds_of_layers_have_whole_groups_in_common() -> None:
+    two = msgspec.structs.replace(KINDS["norms after"], num_key_value_heads=2, full_heads=HeadSizes(3, 16))
+    check_parts(Path("model"), EngineConfig(), msgspec.structs.replace(two, full_heads=HeadSizes(1, 16)), 2, 1)
+    with pytest.raises(ConfigError, match="model has layers with other heads, which cannot be split among ranks"):
+        check_parts(Path("model"), EngineConfig(), two, 2, 1)
