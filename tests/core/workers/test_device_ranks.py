@@ -62,7 +62,8 @@ def test_every_bit_is_that_of_one_gpu(shallow: str) -> None:
 @pytest.mark.timeout(900)
 def test_every_bit_of_state_spaces(tmp_path: Path) -> None:
     """Their heads have one norm in common; states are swapped."""
-    (tmp_path / "config.json").write_text(json.dumps({**STATE_SPACE, "num_hidden_layers": 2}))
+    layers = {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({**STATE_SPACE, **layers}))
     assert of_ranks(str(tmp_path), 2) == of_ranks(str(tmp_path), 1)
 
 
