@@ -22,7 +22,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from tests.preloaded.start import Forker, Starts, forker_sockets
+from tests.preloaded.start import MALLOPT, Forker, Starts, forker_sockets
 
 _MODULES = (
     "core.__main__",
@@ -152,6 +152,9 @@ def _become(request: dict[str, Any], fds: list[int], path: list[str]) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(request["env"])
+    for name, parameter in MALLOPT.items():
+        if name in os.environ:
+            ctypes.CDLL(None).mallopt(parameter, int(os.environ[name]))
     os.chdir(request["cwd"])
     words = request["words"]
     _write_command_line(words)

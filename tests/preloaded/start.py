@@ -32,6 +32,8 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 #: Variables that are read before a program's first line.
 _EARLY = ("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "GLIBC_", "OPENBLAS_", "TZ")
+#: Variables of malloc, and the parameters of mallopt(3) that stand for them in a forked process.
+MALLOPT = {"MALLOC_ARENA_MAX": -8, "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1}
 _LIMITS = [value for name, value in vars(resource).items() if name.startswith("RLIMIT_")]
 
 
@@ -89,6 +91,7 @@ class Forker:
 
 def _new_forker(env: Mapping[str, str], modules: tuple[str, ...]) -> Forker:
     ours, theirs = forker_sockets()
+    env = {name: value for name, value in env.items() if name not in MALLOPT}
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.preloaded import forker; "
     program += f"forker.run({theirs.fileno()}, {modules}) #"
     command = [sys.executable, "-c", program + " " * 400]  # room for a forked process's own command line
@@ -142,7 +145,7 @@ class Starts:
             return False
         if any(other not in (None, -1) for other in (asked.gid, asked.gids, asked.uid, asked.umask, asked.preexec)):
             return False
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited by exec, which other handlers end with
             return False
         rest = words[2:] if words[1:2] == ["-P"] else words[1:]
         return len(rest) > 1 and rest[0] == "-m" and rest[1] in _PACKAGES
@@ -188,7 +191,8 @@ class Starts:
 
 def _setting(env: Mapping[str, str]) -> str:
     """What a forked process takes over from its forker."""
-    early = sorted((name, value) for name, value in env.items() if name.startswith(_EARLY) and name != "PYTHONPATH")
+    later = {"PYTHONPATH", *MALLOPT}
+    early = sorted((name, value) for name, value in env.items() if name.startswith(_EARLY) and name not in later)
     return json.dumps([early, [resource.getrlimit(limit) for limit in _LIMITS]])
 
 
