@@ -3,7 +3,7 @@
 The tests start hundreds of engines, workers, HTTP workers and commands. Within `preloaded_starts()` the subprocess
 module has those of this process forked by another (tests/preloaded/forker.py). What is started is a child of this
 process, as with exec, with the same arguments, environment, directory, descriptors and signal mask. A command has a
-forker of its own, for its first engine and its first HTTP worker. All else is started with exec: other programs, other
+forker of its own, for every other engine, HTTP worker or worker. All else is started with exec: other programs, other
 settings of the interpreter or the loader, what the other processes start, and everything if EXEC is in the environment.
 """
 
@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,14 +117,14 @@ def forker_sockets() -> tuple[socket.socket, socket.socket]:
 class Starts:
     """Decides which processes are forked.
 
-    own: the only forker, which forks each package once; None = as many forkers as are needed. Two forkers of a setting
+    own: the only forker, which takes turns with exec; None = as many forkers as are needed. Two forkers of a setting
     take turns: an engine and the one that follows it have other seeds of hashes and other addresses, as with exec.
     """
 
     def __init__(self, own: Forker | None = None) -> None:
         self.usual = subprocess._fork_exec  # type: ignore[attr-defined]
         self._owner, self._python, self._lock = os.getpid(), sys.executable, threading.Lock()
-        self._own, self._own_setting, self._forked = own, _setting(os.environ), set[str]()
+        self._own, self._own_setting, self._started = own, _setting(os.environ), Counter[str]()
         self._forkers: dict[tuple[str, tuple[str, ...]], list[Forker]] = {}
 
     def start(self, *arguments: Any) -> int:
@@ -177,9 +178,11 @@ class Starts:
         setting, package = _setting(env), words[words.index("-m") + 1]
         modules = _PACKAGES[package]
         if self._own is not None:
-            if setting != self._own_setting or package in self._forked or modules:
+            if setting != self._own_setting or modules:
                 raise ValueError(package)
-            self._forked.add(package)
+            self._started[package] += 1
+            if self._started[package] % 2 == 0:
+                raise ValueError(package)
             return self._own
         forkers = self._forkers.setdefault((setting, modules), [])
         if len(forkers) < (1 if modules else 2):  # torch takes seconds

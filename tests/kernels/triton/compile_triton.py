@@ -1,23 +1,30 @@
 """Run by test_triton_compiles.py in a process without the interpreter: compiles each kernel for an H100 or H200, the
 attention kernels for some types and sizes of heads; prints their names. No device is needed. One kernel whose launch
-has a constant more or fewer fails here, and so does one that a device could not launch or that spills registers.
+has a constant more or fewer fails here, and so does one that a device could not launch or that spills registers. In
+the end it removes from the cache what no run has used for a month.
 
 usage: python -m tests.kernels.triton.compile_triton [every]; every: minutes long, all sizes together, and older devices
 too.
 """
 
+import contextlib
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime.cache import get_cache_manager
 
 from kernels.triton import (
     activation,
@@ -71,6 +78,8 @@ OF_MODELS = {"num_columns", "depth", "width", "num_groups", "first_column", "out
 TOO_LARGE = torch.float32, 256, 89
 #: Compare weights of tokens, which are not part of any logit.
 OF_SAMPLES = sampling.draw_kernel, threshold_search.search_kernel
+#: Seconds after which a compiled kernel is removed from the cache: a month.
+UNUSED_S = 30 * 86_400
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
 MOST_SPILLED = 128
 
@@ -432,6 +441,7 @@ def build(
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
+    os.utime(get_cache_manager(compiled.hash).cache_dir)
     if kernel is fp8_product.fp8_product_kernel:
         assert_parts(compiled.asm["ptx"], capability, has_bias=constants["HAS_BIAS"])
     else:
@@ -483,6 +493,14 @@ def main() -> None:
             check(fp8, capability)
         for routed in (*each_experts(SHARED[capability], every=every), *each_product(SHARED[capability], every=every)):
             check(routed, capability)
+    remove_unused(Path(triton.knobs.cache.dir))
+
+
+def remove_unused(cache: Path) -> None:
+    for folder in cache.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another checkout's run removes it
+            if folder.stat().st_mtime < time.time() - UNUSED_S:
+                shutil.rmtree(folder)
 
 
 def check(
