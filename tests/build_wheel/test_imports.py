@@ -190,8 +190,14 @@ def test_every_file_means_the_same(package: str) -> None:
         assert meaning(move_imports(source)) == meaning(source), path
 
 
+#: What a string, or a part of one, with such a name begins with. Few files have one, and only these are parsed.
+NAMED = re.compile(rf"""["'}}](?:{"|".join(PACKAGES)})\b""")
+
+
 def modules_named_by_text(source: str) -> set[str]:
     """Modules of this checkout that are the whole of a string, or that `-m` starts."""
+    if not NAMED.search(source):
+        return set()
     texts = {node.value for node in nodes_below(ast.parse(source)) if isinstance(node, ast.Constant)}
     dotted = {text for text in texts if isinstance(text, str) and text.partition(".")[0] in PACKAGES and "." in text}
     return {name for name in dotted if Path(ROOT, *name.split(".")).with_suffix(".py").is_file()} | {
