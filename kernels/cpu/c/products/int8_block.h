@@ -177,6 +177,9 @@ INLINE void prefetch_codes(const Int8Work *work, const char *group, const int by
     if (rows == 1)
 #pragma GCC unroll 20
         for (int line = 0; line < bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
+    else if (VECTOR_BYTES == 64 && work->line_step > 64) /* the next panel: it would push x out of the first level cache */
+        for (int line = work->first_line; line < bytes; line += work->line_step)
+            __builtin_prefetch(group + work->ahead + line, 0, 2);
     else
         for (int line = work->first_line; line < bytes; line += work->line_step)
             __builtin_prefetch(group + work->ahead + line);
