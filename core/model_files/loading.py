@@ -121,15 +121,9 @@ def load_model(
         if cache is not None:
             cache.keep()
         identity = _with_projector(weights.fingerprint, projector)
+        read_ns = 0 if cache is None else cache.read_ns
         return LoadedModel(
-            native,
-            identity,
-            weights.label,
-            pooler,
-            model_config.encoder,
-            sees_all,
-            vision,
-            0 if cache is None else cache.read_ns,
+            native, identity, weights.label, pooler, model_config.encoder, sees_all, vision, read_ns=read_ns
         )
     refuse_missing_parts(path)
     _check_fit(path, config, rank, stage, None)

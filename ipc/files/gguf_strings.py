@@ -8,14 +8,12 @@ lengths is proven by each pointing to the next one.
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NoReturn, TypeAlias, overload
+from typing import NoReturn, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from ipc.errors import ModelFileError
-
-_Places: TypeAlias = npt.NDArray[np.int64]
+from ipc.tables.arrays import NO_INTS, Ints
 
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 1 << 20  # bytes that are looked through at once
@@ -26,7 +24,7 @@ _MOST_LONG = 256
 class GgufStrings(Sequence[str]):
     """The strings of one array. They are decoded when they are asked for. Errors: ModelFileError then."""
 
-    def __init__(self, data: bytes, starts: _Places, source: str) -> None:
+    def __init__(self, data: bytes, starts: Ints, source: str) -> None:
         """data: the array's bytes. starts [count]: where the lengths of its strings are. source: for errors."""
         self._data, self._starts, self._source = data, starts, source
 
@@ -63,12 +61,12 @@ class CutStringError(ValueError):
         self.index, self.position = index, position
 
 
-def find_strings(data: bytes | mmap.mmap, begin: int, count: int, end: int) -> tuple[_Places, int]:
+def find_strings(data: bytes | mmap.mmap, begin: int, count: int, end: int) -> tuple[Ints, int]:
     """Return where the lengths of `count` strings are, the first one at `begin`, and where the last string ends.
 
     data: bytes, or a mapped file. end: where its strings must have ended. Errors: CutStringError.
     """
-    parts, found, at, num_long = list[_Places](), 0, begin, 0
+    parts, found, at, num_long = list[Ints](), 0, begin, 0
 
     def fail() -> NoReturn:
         raise CutStringError(found, at)
@@ -85,20 +83,20 @@ def find_strings(data: bytes | mmap.mmap, begin: int, count: int, end: int) -> t
             fail()
         parts.append(np.array([at], np.int64))
         num_long, found, at = num_long + 1, found + 1, at + 8 + length
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64), at
+    return np.concatenate(parts) if parts else NO_INTS, at
 
 
-def _short_ones(data: bytes) -> _Places:
+def _short_ones(data: bytes) -> Ints:
     """Return the places of strings that follow one another from the first byte on, all of under 256 bytes."""
     values = np.frombuffer(data, np.uint8)
     if len(values) < 8:
-        return np.zeros(0, np.int64)
+        return NO_INTS
     two = values[:-1] | values[1:]
     four = two[:-2] | two[2:]
     seven = four[:-3] | four[3:]  # zero if seven values are, from this one on
     places = np.flatnonzero(seven[1:] == 0)
     if not len(places) or places[0]:
-        return np.zeros(0, np.int64)
+        return NO_INTS
     ends = places + 8 + values[places]
     is_next = ends[:-1] == places[1:]
     count = len(places) if is_next.all() else int(is_next.argmin()) + 1
