@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ipc.files.gguf import read_gguf
+from ipc.files.gguf_strings import GgufStrings
 from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
 from tools.lab.bench import swap_in, weights_update
 from tools.lab.bench.__main__ import main
@@ -19,9 +20,9 @@ def test_a_made_up_model_has_the_sizes_and_the_vocabulary_that_were_asked_for(tm
     header = read_gguf(tmp_path / "large.gguf")
     tokens, kinds = header.metadata["tokenizer.ggml.tokens"], header.metadata["tokenizer.ggml.token_type"]
     merges = header.metadata["tokenizer.ggml.merges"]
-    assert isinstance(tokens, list)
+    assert isinstance(tokens, GgufStrings)
     assert isinstance(kinds, list)
-    assert isinstance(merges, list)
+    assert isinstance(merges, GgufStrings)
     assert (len(tokens), len(set(tokens)), len(kinds)) == (49_500,) * 3
     assert tokens[-1] == str(merges[-1]).replace(" ", "")
     assert header.tensors["blk.0.ffn_down.weight"].shape == (64, 128)
