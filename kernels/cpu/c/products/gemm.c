@@ -240,6 +240,31 @@ static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t
     }
 }
 
+/* Rows at a distance of a page have the same sets of the first level cache: 8 of their lines fit, and a block has up to 14.
+ * A chunk of at most SPREAD_BYTES is copied to rows with a line more. */
+enum { PAGE = 4096, LINE = 64, SPREAD_BYTES = 960 << 10, LEAST_SPREAD_ROWS = 9 };
+
+static int64_t spread_row(const Gemm *args) { return args->depth * element_bytes(args->dtype) + LINE; }
+
+static int is_spread(const Gemm *args, int64_t num_rows, int64_t panels) {
+    const int64_t distance = args->x_stride * element_bytes(args->dtype);
+    return MAX_ROWS >= LEAST_SPREAD_ROWS && num_rows >= LEAST_SPREAD_ROWS && panels >= PIECE && distance % PAGE == 0 &&
+           num_rows * spread_row(args) <= SPREAD_BYTES;
+}
+
+/* Do what multiply_chunk() does, with a copy of the chunk's rows. */
+static __attribute__((noinline)) void multiply_spread_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t first,
+                                                            int64_t last, const char *next) {
+    _Alignas(64) char rows[SPREAD_BYTES];
+    const int64_t element = element_bytes(args->dtype), bytes = spread_row(args);
+    for (int64_t row = begin; row < end; row++)
+        memcpy(rows + (row - begin) * bytes, (const char *)args->x + row * args->x_stride * element, bytes - LINE);
+    Gemm spread = *args;
+    spread.x = rows - begin * bytes;
+    spread.x_stride = bytes / element;
+    multiply_chunk(&spread, begin, end, first, last, next);
+}
+
 /* Return the first of a thread's panels; they end at the next thread's first panel. */
 static int64_t first_panel(const Gemm *args, int thread, int num_threads) {
     return num_panels(args) * thread / num_threads;
@@ -263,9 +288,14 @@ static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first
         quantized_multiply(args, begin, end, first, last);
         return;
     }
-    for (int64_t i = 1; i <= num_chunks; i++)
-        multiply_chunk(args, begin + num_rows * (i - 1) / num_chunks, begin + num_rows * i / num_chunks, first, last,
-                       i < num_chunks ? again : next);
+    for (int64_t i = 1; i <= num_chunks; i++) {
+        const int64_t from = begin + num_rows * (i - 1) / num_chunks, to = begin + num_rows * i / num_chunks;
+        const char *after = i < num_chunks ? again : next;
+        if (is_spread(args, to - from, last - first))
+            multiply_spread_chunk(args, from, to, first, last, after);
+        else
+            multiply_chunk(args, from, to, first, last, after);
+    }
 }
 
 /* Multiply all rows with the panels of thread `owner`, piece by piece, except pieces that other threads have taken. */
