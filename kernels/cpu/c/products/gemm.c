@@ -246,9 +246,13 @@ enum { PAGE = 4096, LINE = 64, SPREAD_BYTES = 960 << 10, LEAST_SPREAD_ROWS = 9 }
 
 static int64_t spread_row(const Gemm *args) { return args->depth * element_bytes(args->dtype) + LINE; }
 
+/* Whether blocks of rows have too many lines in the same sets. */
+static int are_pages_apart(const Gemm *args) {
+    return MAX_ROWS >= LEAST_SPREAD_ROWS && args->x_stride * element_bytes(args->dtype) % PAGE == 0;
+}
+
 static int is_spread(const Gemm *args, int64_t num_rows, int64_t panels) {
-    const int64_t distance = args->x_stride * element_bytes(args->dtype);
-    return MAX_ROWS >= LEAST_SPREAD_ROWS && num_rows >= LEAST_SPREAD_ROWS && panels >= PIECE && distance % PAGE == 0 &&
+    return are_pages_apart(args) && num_rows >= LEAST_SPREAD_ROWS && panels >= PIECE &&
            num_rows * spread_row(args) <= SPREAD_BYTES;
 }
 
@@ -274,6 +278,8 @@ static int64_t first_panel(const Gemm *args, int thread, int num_threads) {
 static void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last, const char *next) {
     int64_t chunk_rows = CHUNK_BYTES / (args->depth * element_bytes(args->dtype));
     if (chunk_rows < CHUNK_ROWS) chunk_rows = CHUNK_ROWS;
+    const int64_t spread_rows = SPREAD_BYTES / spread_row(args);
+    if (are_pages_apart(args) && chunk_rows > spread_rows && spread_rows >= CHUNK_ROWS / 2) chunk_rows = spread_rows;
     const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     const char *again = weights_of_panel(args, first);
     if (gemm_has_amx(args->dtype)) {
