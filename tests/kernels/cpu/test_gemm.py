@@ -104,6 +104,25 @@ def test_reads_its_rows_and_nothing_beside_them(variant, dtype):
     assert torch.equal(matrix(table[:, :75]), matrix(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("depth", [2048, 8192])
+def test_rows_a_page_apart_have_the_bits_of_others(variant, depth, dtype):
+    """Rows that are copied for the caches' sake, or not: as a block, with many others, and as parts of wider rows."""
+    row, weight = cancelling_product(150, depth, dtype)
+    x = numbers(130, depth, dtype=dtype)
+    x[::3] = row
+    table = torch.full((130, depth + 40), torch.nan, dtype=dtype)
+    table[:, :depth] = x
+    matrix = PackedMatrix(variant, weight, out_dtype=torch.float32)
+    variant.start_threads(1)
+    whole = torch.cat([matrix(x[i : i + 5]) for i in range(0, 130, 5)])
+    for num_threads in (1, 2):
+        variant.start_threads(num_threads)
+        for count in (9, 14, 60, 130):
+            assert torch.equal(matrix(x[:count]), whole[:count])
+            assert torch.equal(matrix(table[:count, :depth]), whole[:count])
+
+
 def test_results_round_as_torch_does(variant):
     """Results round to nearest, ties to even; too large values become infinite, and NaN stays NaN."""
     bits = torch.arange(0, 2**32, 2**32 // 4001 | 1, dtype=torch.int64).to(torch.int32)
