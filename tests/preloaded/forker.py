@@ -61,7 +61,7 @@ def run(control: int, modules: tuple[str, ...]) -> None:
     for name in (*_MODULES, *modules):
         with contextlib.suppress(ImportError):  # an environment without optional packages
             importlib.import_module(name)
-    for name in [name for name in sys.modules if name.endswith(".__main__")]:
+    for name in [name for name in sys.modules if name.endswith((".__main__", ".write_flight"))]:
         del sys.modules[name]  # runpy would warn of it
     gc.collect()
     gc.freeze()
