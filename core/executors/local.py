@@ -58,7 +58,6 @@ class NewModel(NamedTuple):
 
 #: Weights of products of the largest model whose warm-up has more than one token.
 _MOST_WARM_WEIGHTS = 1 << 30
-_SLOWER = 8
 
 
 class LocalExecutor:
@@ -184,11 +183,11 @@ class LocalExecutor:
         """Run a short step and return the duration of one of WARM_UP_TOKENS tokens in ns, or more.
 
         The first request may be waiting for it. So a large model computes one token, since a step of several takes no
-        longer than all of them alone. If all its weights have just been read from their file, it computes none: a step
-        of one token takes as long as reading them, or up to _SLOWER times that.
+        longer than all of them alone. If all its weights have just been read from their file, it computes none and
+        returns 0: its first request would wait for a step that takes as long as a token.
         """
         if isinstance(self._model, Llama) and self._model.config.num_matrix_weights > _MOST_WARM_WEIGHTS:
-            return WARM_UP_TOKENS * (_SLOWER * self._first.read_ns or self.runner.warm_up(1))
+            return 0 if self._first.is_read else WARM_UP_TOKENS * self.runner.warm_up(1)
         return self.runner.warm_up(WARM_UP_TOKENS)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:

@@ -18,7 +18,6 @@ import mmap
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -72,18 +71,15 @@ class WeightCache:
         self._made: dict[str, Packed] = {}  # in the order in which they were asked for
         self._entries: dict[str, _Entry] = {}
         self._misses = 0
-        self._read_ns = 0
         self._path: Path | None = None
         try:
             self._path = private_folder("weights") / f"{hashlib.sha256(text.encode()).hexdigest()}{_SUFFIX}"
         except CpuLibraryError as error:
             log.say(f"engine-core: packed weights are not kept: {error}")
             return
-        begin = time.perf_counter_ns()
         opened = _open(self._path, library)
         if opened is not None:
             self._entries, self._data = opened
-            self._read_ns = time.perf_counter_ns() - begin
 
     def take(self, name: str, make: Callable[[], Packed]) -> Packed:
         """Return the packed bytes of this name: from the file, or those that `make` returns.
@@ -100,9 +96,9 @@ class WeightCache:
         return packed
 
     @property
-    def read_ns(self) -> int:
-        """Return how long all threads took to read all weights from the file; 0: some were not there."""
-        return 0 if self._misses else self._read_ns
+    def had_all(self) -> bool:
+        """Whether all weights that were taken were in the file."""
+        return bool(self._entries) and not self._misses
 
     def keep(self) -> threading.Thread | None:
         """Once the model is loaded, write its file in a thread, unless it has one. Return the thread.

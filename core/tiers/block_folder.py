@@ -3,7 +3,7 @@
 The folder is private to its owner (0700, files 0600). A link, or a folder or file of another user, is refused. Names
 are digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears
 complete, by a rename. Any problem with a file makes it a miss. It is a KVConnector (core/tiers/connector.py). Not
-thread-safe, except for has() and pack().
+thread-safe, except for has() and pack(); load() has threads of its own.
 """
 
 import contextlib
@@ -105,11 +105,12 @@ class BlockFolder:
         """
         rest, num_threads = iter(blocks), min(_MOST_THREADS, usable_cpus(), len(blocks) // _BLOCKS_PER_THREAD)
         others = [threading.Thread(target=self._help, args=(rest,), daemon=True) for _ in range(1, num_threads)]
-        for thread in others:
-            thread.start()
-        self._read_all(rest)
-        for thread in others:
-            thread.join()
+        with contextlib.ExitStack() as joined:
+            with contextlib.suppress(RuntimeError):  # of the system: fewer threads are enough
+                for thread in others:
+                    thread.start()
+                    joined.callback(thread.join)
+            self._read_all(rest)
 
     def _help(self, rest: Iterator[BlockToLoad]) -> None:
         with contextlib.suppress(OSError):  # steps come first

@@ -34,8 +34,10 @@ class KnownTokenizers:
         return copy.copy(found[0]), found[1]
 
     def take(self, files_hash: str) -> tuple[Tokenizer, Mapping[str, bytes]] | None:
-        """Return a tokenizer and its files, and forget them; None: it is not known."""
-        return self._known.pop(files_hash, None)
+        """Return a tokenizer and its files, and forget all; None: it is not known."""
+        found = self._known.get(files_hash)
+        self._known.clear()
+        return found
 
     def put(self, files_hash: str, tokenizer: Tokenizer, files: Mapping[str, bytes]) -> None:
         """Keep a tokenizer. The least recently used ones are forgotten. files_hash: "" = it has no files."""

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf_strings import CutStringError, GgufStrings, find_strings
+from ipc.files.gguf_strings import CutStringError, GgufStrings, find_strings, first_not_utf8
 from ipc.files.mapped_file import map_file
 from ipc.tables.rounding import round_up
 
@@ -286,7 +286,7 @@ def _read_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
 
 
 def _find_strings(cursor: _Cursor, count: int, key: str) -> GgufStrings:
-    """Go past strings, whatever bytes they have, and return where they are."""
+    """Go past strings and return where they are, once they are known to be UTF-8."""
     cursor.check_count(count, 8, f"strings of {key!r:.80}")
     begin = cursor.position
     try:
@@ -295,7 +295,12 @@ def _find_strings(cursor: _Cursor, count: int, key: str) -> GgufStrings:
         cursor.position = error.position
         cursor.read_string(f"string {error.index} of {key!r:.80}")
         raise AssertionError(f"{error} of {count} is whole after all") from None
-    return GgufStrings(cursor.data[begin : cursor.position], starts - begin, f"{cursor.source}: {key}")
+    data, starts = cursor.data[begin : cursor.position], starts - begin
+    if (index := first_not_utf8(data, starts)) is not None:
+        cursor.position = begin + int(starts[index])
+        cursor.read_string(f"string {index} of {key!r:.80}")
+        raise AssertionError(f"string {index} of {count} is UTF-8 after all")
+    return GgufStrings(data, starts)
 
 
 def _alignment(cursor: _Cursor, metadata: dict[str, GgufValue]) -> int:

@@ -7,26 +7,28 @@ lengths is proven by each pointing to the next one.
 
 import mmap
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import NoReturn, overload
 
 import numpy as np
 
-from ipc.errors import ModelFileError
 from ipc.tables.arrays import NO_INTS, Ints
 
 _LENGTH = struct.Struct("<Q")
-_WINDOW = 1 << 20  # bytes that are looked through at once
-#: Longer strings that are passed over one by one before all that follow are: each costs a look through a window.
-_MOST_LONG = 256
+_LENGTH_BYTES = 8
+_WINDOW = 1 << 18  # bytes that are looked through at once
+#: A look that finds few strings, because the next one is long or looks like several, costs as much as any other. After
+#: so many of them the rest is found one by one.
+_FEW, _MOST_POOR_LOOKS = 64, 64
 
 
 class GgufStrings(Sequence[str]):
-    """The strings of one array. They are decoded when they are asked for. Errors: ModelFileError then."""
+    """The strings of one array. They are decoded when they are asked for."""
 
-    def __init__(self, data: bytes, starts: Ints, source: str) -> None:
-        """data: the array's bytes. starts [count]: where the lengths of its strings are. source: for errors."""
-        self._data, self._starts, self._source = data, starts, source
+    def __init__(self, data: bytes, starts: Ints) -> None:
+        """data: the array's bytes. starts [count]: where the lengths of its strings are. All strings are UTF-8."""
+        self._data, self._starts = data, starts
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -46,11 +48,7 @@ class GgufStrings(Sequence[str]):
 
     def _decoded(self, start: int) -> str:
         (length,) = _LENGTH.unpack_from(self._data, start)
-        raw = self._data[start + 8 : start + 8 + length]
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            raise ModelFileError(f"{self._source}: the string {raw!r:.80} is not UTF-8") from None
+        return self._data[start + _LENGTH_BYTES : start + _LENGTH_BYTES + length].decode()
 
 
 class CutStringError(ValueError):
@@ -66,24 +64,38 @@ def find_strings(data: bytes | mmap.mmap, begin: int, count: int, end: int) -> t
 
     data: bytes, or a mapped file. end: where its strings must have ended. Errors: CutStringError.
     """
-    parts, found, at, num_long = list[Ints](), 0, begin, 0
+    starts, at, num_poor = array("q"), begin, 0
 
     def fail() -> NoReturn:
-        raise CutStringError(found, at)
+        raise CutStringError(len(starts), at)
 
-    while found < count:
-        if num_long < _MOST_LONG and len(run := _short_ones(data[at : min(end, at + _WINDOW)])):
-            run = run[: count - found] + at
-            parts.append(run)
-            found, last = found + len(run), int(run[-1])
-            at = last + 8 + data[last]
-            continue
-        length = _LENGTH.unpack_from(data, at)[0] if at + 8 <= end else end
-        if at + 8 + length > end:
+    while len(starts) < count:
+        if num_poor < _MOST_POOR_LOOKS:
+            run = _short_ones(data[at : min(end, at + _WINDOW)])[: count - len(starts)] + at
+            num_poor += len(run) < _FEW
+            if len(run):
+                starts.frombytes(run.astype(np.int64).tobytes())
+                last = int(run[-1])
+                at = last + _LENGTH_BYTES + data[last]
+                continue
+        length = _LENGTH.unpack_from(data, at)[0] if at + _LENGTH_BYTES <= end else end
+        if at + _LENGTH_BYTES + length > end:
             fail()
-        parts.append(np.array([at], np.int64))
-        num_long, found, at = num_long + 1, found + 1, at + 8 + length
-    return np.concatenate(parts) if parts else NO_INTS, at
+        starts.append(at)
+        at += _LENGTH_BYTES + length
+    return np.frombuffer(starts, np.int64) if starts else NO_INTS, at
+
+
+def first_not_utf8(data: bytes, starts: Ints) -> int | None:
+    """Return the number of the first string that is not UTF-8; None: all are. They are as in GgufStrings."""
+    texts = np.frombuffer(data, np.uint8).copy()
+    for place in range(_LENGTH_BYTES):
+        texts[starts + place] = ord(" ")  # so that no character begins in one string and ends in the next one
+    try:
+        texts.tobytes().decode()
+    except UnicodeDecodeError as error:
+        return int(np.searchsorted(starts, error.start, "right")) - 1
+    return None
 
 
 def _short_ones(data: bytes) -> Ints:

@@ -320,6 +320,8 @@ def _per_token(
 
 def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> list[_Item]:
     values = metadata.get(key)
+    if isinstance(values, GgufStrings):
+        values = list(values)
     if not isinstance(values, list):
         raise ModelFileError(
             f"the GGUF file's tokenizer is incomplete: {key} must be a list, got {type(values).__name__}"

@@ -75,6 +75,25 @@ def test_many_blocks_are_read_by_several_threads(tmp_path: Path, monkeypatch: py
     assert len(readers) == 2
 
 
+def test_fewer_threads_read_if_the_system_starts_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, start, started = BlockFolder(str(tmp_path / "kv"), 2**30), threading.Thread.start, list[threading.Thread]()
+    names = [name_of(number) for number in range(32)]
+    assert all(store(made, name) for name in names)
+
+    def start_one(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    monkeypatch.setattr(block_folder, "usable_cpus", lambda: 4)
+    blocks = [BlockToLoad(name, parts(bytes(len(DATA))), made.key) for name in names]
+    made.load(1, blocks)
+    assert all(block.is_loaded for block in blocks)
+    assert (len(started), started[0].is_alive()) == (2, False)
+
+
 def test_it_is_there_after_a_restart(folder: BlockFolder, tmp_path: Path) -> None:
     key = folder.key
     folder.close()

@@ -234,13 +234,17 @@ def test_arbitrary_bytes(data: bytes) -> None:
         parse_gguf_metadata(data)
 
 
-KEY = string("k")
+KEY, SHORT = string("k"), struct.pack("<Q", 1)
 LIES: dict[str, tuple[bytes, str]] = {
     "magic": (b"GGML" + bytes(60), "byte 0: expected the magic number"),
     "value type": (build([KEY + struct.pack("<I", 13)], []) + bytes(64), "'k' has value type 13; known are 0 to 12"),
     "array of arrays": (build([KEY + struct.pack("<IIQ", 9, 9, 1)], []) + bytes(64), "no arrays of arrays"),
     "array length": (build([KEY + struct.pack("<IIQ", 9, 0, 2**23)], []), "8388608 elements; at most"),
     "string": (build([KEY + struct.pack("<IQ", 8, 2) + b"\xff\xff"], []), "value of 'k' is not UTF-8"),
+    "late element": (
+        build([KEY + struct.pack("<IIQ", 9, 8, 1100) + (SHORT + b"a") * 1099 + SHORT + b"\xff"], []),
+        "string 1099 of 'k' is not UTF-8",
+    ),
     "element": (build([KEY + struct.pack("<IIQQ", 9, 8, 1, 1) + b"\xff"], []), "string 0 of 'k' is not UTF-8"),
     "bool": (build([KEY + struct.pack("<IB", 7, 2)], []), "neither 0 nor 1"),
     "duplicate key": (build([KEY + struct.pack("<IB", 0, 2)] * 2, []), "key 1 is a duplicate: 'k'"),

@@ -498,7 +498,7 @@ def main() -> None:
 
 def remove_unused(cache: Path) -> None:
     for folder in cache.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another checkout's run removes it
+        with contextlib.suppress(OSError):  # another checkout's run removes it, or it is no folder
             if folder.stat().st_mtime < time.time() - UNUSED_S:
                 shutil.rmtree(folder)
 

@@ -256,15 +256,17 @@ static int is_spread(const Gemm *args, int64_t num_rows, int64_t panels) {
            num_rows * spread_row(args) <= SPREAD_BYTES;
 }
 
+/* A copy of a chunk's rows. A thread gets its room when it first needs it. */
+static _Thread_local char room[SPREAD_BYTES] __attribute__((aligned(LINE)));
+
 /* Do what multiply_chunk() does, with a copy of the chunk's rows. */
 static __attribute__((noinline)) void multiply_spread_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t first,
                                                             int64_t last, const char *next) {
-    _Alignas(64) char rows[SPREAD_BYTES];
     const int64_t element = element_bytes(args->dtype), bytes = spread_row(args);
     for (int64_t row = begin; row < end; row++)
-        memcpy(rows + (row - begin) * bytes, (const char *)args->x + row * args->x_stride * element, bytes - LINE);
+        memcpy(room + (row - begin) * bytes, (const char *)args->x + row * args->x_stride * element, bytes - LINE);
     Gemm spread = *args;
-    spread.x = rows - begin * bytes;
+    spread.x = room - begin * bytes;
     spread.x_stride = bytes / element;
     multiply_chunk(&spread, begin, end, first, last, next);
 }
