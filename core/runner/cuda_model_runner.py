@@ -284,7 +284,7 @@ class CudaModelRunner(ModelRunner):
         taken in the order of their steps.
         """
         self._apply(plan)
-        if not len(plan.rows):  # it encodes or drops images only
+        if not plan.rows.size:  # it encodes or drops images only
             return CudaStep(None, partial(ModelRunnerOutput, plan.step, NO_INT32S))
         if self._pending is not None and self.sampling.num_edited:
             self._pending.result()

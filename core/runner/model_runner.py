@@ -97,7 +97,7 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, append the sampled tokens to the table and return them."""
         self._apply(plan)
-        if not len(plan.rows):  # it encodes or drops images only
+        if not plan.rows.size:  # it encodes or drops images only
             return ModelRunnerOutput(plan.step, NO_INT32S)
         self.model.wake()
         inputs = self.prepare(plan)

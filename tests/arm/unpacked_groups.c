@@ -53,7 +53,7 @@ static void fill(int type) {
             for (int k = 0; k < GROUP; k++) block->codes[k] = (int8_t)(g == 0 ? row % 2 * 254 - 127 : random_code(8));
             for (int k = 0; k < GROUP; k++) sums[k / (GROUP / 2)] += block->codes[k];
             block->scale = random_scale(), block->sum = (float)(sums[0] + sums[1]);
-            block->zeros = -128 * (sums[0] + sums[1]), block->sum_of_first = sums[0];
+            block->zeros = -128 * (sums[0] + sums[1]), block->zeros_of_first = -128 * sums[0];
         }
 }
 
