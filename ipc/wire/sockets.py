@@ -43,7 +43,8 @@ MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
 _MADE = re.compile(rf"/{PRIVATE_PREFIX}[a-z0-9_]{{8}}/[^/]*$")  # a path in a directory that private_ipc_address() made
-_SWEEP_AGE_S = 60.0  # age at which an address whose lock is not held is stale
+#: Age at which an address whose lock is not held is stale: longer than a start may take (--start-timeout, 300 s).
+_SWEEP_AGE_S = 600.0
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})(\?keys=(?P<keys>.+))?")
 
 
