@@ -183,11 +183,10 @@ class LocalExecutor:
         """Run a short step and return the duration of one of WARM_UP_TOKENS tokens in ns, or more.
 
         The first request may be waiting for it. So a large model computes one token, since a step of several takes no
-        longer than all of them alone. If all its weights have just been read from their file, it computes none and
-        returns 0: its first request would wait for a step that takes as long as a token.
+        longer than all of them alone.
         """
         if isinstance(self._model, Llama) and self._model.config.num_matrix_weights > _MOST_WARM_WEIGHTS:
-            return 0 if self._first.is_read else WARM_UP_TOKENS * self.runner.warm_up(1)
+            return WARM_UP_TOKENS * self.runner.warm_up(1)
         return self.runner.warm_up(WARM_UP_TOKENS)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:

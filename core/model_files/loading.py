@@ -81,7 +81,6 @@ class LoadedModel(NamedTuple):
     encoder: EncoderParts | None = None  # for an encoder
     sees_all: bool = False  # tokens see the whole prompt, in an encoder or another model
     vision: VisionEncoder | GridEncoder | PooledEncoder | EncoderFacts | None = None  # for a model with images
-    is_read: bool = False  # whether all packed weights were read from their file
 
     def without_encoder(self) -> "LoadedModel":
         """Return the same without the weights of the encoder, which another process runs."""
@@ -121,10 +120,7 @@ def load_model(
         if cache is not None:
             cache.keep()
         identity = _with_projector(weights.fingerprint, projector)
-        is_read = cache is not None and cache.had_all
-        return LoadedModel(
-            native, identity, weights.label, pooler, model_config.encoder, sees_all, vision, is_read=is_read
-        )
+        return LoadedModel(native, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
     refuse_missing_parts(path)
     _check_fit(path, config, rank, stage, None)
     projector_of(path, config.mmproj)

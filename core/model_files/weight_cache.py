@@ -95,11 +95,6 @@ class WeightCache:
         self._made[name] = packed
         return packed
 
-    @property
-    def had_all(self) -> bool:
-        """Whether all weights that were taken were in the file."""
-        return bool(self._entries) and not self._misses
-
     def keep(self) -> threading.Thread | None:
         """Once the model is loaded, write its file in a thread, unless it has one. Return the thread.
 

@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.execution.executor import WARM_UP_TOKENS
-from core.executors import local
 from core.executors.load import load
-from core.executors.local import LocalExecutor
 from core.model_files import weight_cache
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.weights import load_weights
@@ -27,7 +24,6 @@ from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.models.checkpoints import build
 from tests.core.models.operations.test_stored_matrix import CONFIG, write_mixed
 from tests.core.models.test_llama import Requests, prompts
-from tests.resolved import resolved_config
 
 LIBRARY = load_cpu_library()
 MANY = 1 << 40
@@ -262,29 +258,6 @@ def test_a_gguf_file_is_known_by_another_name(folder: Path, tmp_path: Path) -> N
         assert (thread is not None) == (name == "model.gguf"), name
         if thread is not None:
             thread.join()
-
-
-def test_a_large_model_whose_weights_were_read_has_no_warm_up(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build("llama2").save_pretrained(tmp_path / "model")
-    sizes = {"max_model_len": 64, "max_num_seqs": 4, "num_blocks_override": 16, "block_size": 8}
-    config, counts, forward = (
-        resolved_config(model=str(tmp_path / "model"), dtype="float32", **sizes),
-        [],
-        Llama.forward,
-    )
-    monkeypatch.setattr(Llama, "forward", lambda model, *given: counts.append(1) or forward(model, *given))
-    monkeypatch.setattr(local, "_MOST_WARM_WEIGHTS", 0)
-    for is_read in (False, True):
-        executor = LocalExecutor(config)
-        executor.initialize_cache(config)
-        duration_ns = executor.warm_up()
-        assert duration_ns == 0 if is_read else duration_ns >= WARM_UP_TOKENS
-        assert len(counts) == 1, is_read  # of the first one, which has packed its weights
-        for thread in threading.enumerate():
-            if thread.name == "weight-cache":
-                thread.join()
 
 
 def test_a_file_is_checked_piece_by_piece_after_it_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
