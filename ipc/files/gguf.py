@@ -11,6 +11,7 @@ Every count is compared with the remaining bytes before anything is read or allo
 import math
 import mmap
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -115,6 +116,12 @@ def read_gguf(path: Path) -> GgufHeader:
             del _kept[next(iter(_kept))]
         _kept[path, state] = header
     return _kept[path, state]
+
+
+def gguf_tokens(metadata: Mapping[str, GgufValue]) -> Sequence[GgufScalar] | None:
+    """Return the tokens of a vocabulary; None if the metadata has no list of them."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    return tokens if isinstance(tokens, list | GgufStrings) else None
 
 
 def read_gguf_tensors(path: Path) -> dict[str, GgufTensor]:

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf import GgufValue
+from ipc.files.gguf import GgufValue, gguf_tokens
 from ipc.files.gguf_strings import GgufStrings
 from ipc.files.gguf_wordpiece import build_wordpiece
 
@@ -181,8 +181,7 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
     token_id = metadata.get(key)
     if token_id is None:
         return None
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    count = len(tokens) if isinstance(tokens, list | GgufStrings) else 0
+    count = len(gguf_tokens(metadata) or ())
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < count:
         raise ModelFileError(f"{key} is {token_id!r}; the vocabulary has {count} tokens")
     return token_id
@@ -191,8 +190,8 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
 def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
     """Return the ids of the control tokens that end a generation because of their names, ascending.
 
-    ` ends one of several messages of a turn.|>In vocabularies with several kinds of message ends (gpt-oss), `<|end|>`
-    ends one of several messages of a turn.|>` ends one of several messages of a turn. Errors: ModelFileError.
+    In vocabularies with several kinds of message ends (gpt-oss), `<|end|>` ends one of several messages of a turn.
+    Errors: ModelFileError.
     """
     if "tokenizer.ggml.token_type" not in metadata:
         return []

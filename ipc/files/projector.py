@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ipc.errors import ConfigError, ModelFileError
-from ipc.files.gguf import GgufValue, read_gguf
-from ipc.files.gguf_strings import GgufStrings
+from ipc.files.gguf import GgufValue, gguf_tokens, read_gguf
 
 
 class ProjectorKind(NamedTuple):
@@ -177,7 +176,6 @@ def _fault(file: Path, path: Path) -> str:
     theirs, ours = metadata.get("clip.vision.projection_dim"), model.get(f"{text}.embedding_length")
     if theirs != ours:
         return f"belongs to another model: its rows have {theirs!r:.80} numbers, but those of {path} have {ours!r:.80}"
-    tokens = model.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list | GgufStrings) or kind.mark not in tokens:
+    if kind.mark not in (gguf_tokens(model) or ()):
         return f"needs the token {kind.mark}, which is not in the vocabulary of {path}"
     return ""

@@ -36,8 +36,7 @@ from core.models.architectures.encoder_architectures import GGUF_ENCODERS
 from core.models.config import LatentParts, ModelConfig
 from core.models.layers.rope_scaling import FrequencyDivisors, LinearScaling, LongropeScaling, RopeScaling, YarnScaling
 from ipc.errors import UnsupportedModelError
-from ipc.files.gguf import GgufHeader, read_gguf
-from ipc.files.gguf_strings import GgufStrings
+from ipc.files.gguf import GgufHeader, gguf_tokens, read_gguf
 from ipc.files.gguf_vocabulary import GGUF_ENDS, gguf_end_ids
 from ipc.files.mapped_file import map_file
 
@@ -144,8 +143,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
 def gguf_decoder_config(path: Path, header: GgufHeader) -> ModelConfig:
     """Return the configuration of a decoder from the header of its GGUF file. Errors: those of read_gguf_config()."""
     values, architecture, file_layers = _named(header, path)
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list | GgufStrings) else None)
+    tokens = gguf_tokens(header.metadata)
+    vocab_size = values.integer("vocab_size", None if tokens is None else len(tokens))
     window = _window(values, architecture, _num_layers(values, architecture))
     sliding, full = window.get("sliding_layers", ()), None
     if architecture.full_heads:

@@ -6,6 +6,7 @@ import os
 import socket as sockets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -210,6 +211,17 @@ def test_private_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         check_address(address, binding=True)
         remove_private_address(address)
         assert not os.path.exists(os.path.dirname(address.removeprefix("ipc://")))
+
+
+def test_addresses_whose_lock_is_free_are_removed_once_no_start_can_take_so_long(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folders = [Path(private_ipc_address().removeprefix("ipc://")).parent for _ in range(2)]
+    for folder, age_s in zip(folders, (400, 900), strict=True):  # a start may take 300 s
+        os.utime(folder, (time.time() - age_s,) * 2)
+    last = Path(private_ipc_address().removeprefix("ipc://")).parent  # sweeps
+    assert {folder for folder in (*folders, last) if folder.exists()} == {folders[0], last}
 
 
 def test_a_users_directory_stays_whatever_its_name(context: Context) -> None:
