@@ -113,7 +113,7 @@ def test_rows_a_page_apart_have_the_bits_of_others(variant, depth, dtype):
     x[::3] = row
     table = torch.full((130, depth + 40), torch.nan, dtype=dtype)
     table[:, :depth] = x
-    matrix = PackedMatrix(variant, weight, out_dtype=torch.float32)
+    matrix = PackedMatrix(variant, weight, numbers(150, seed=2), out_dtype=torch.float32)
     variant.start_threads(1)
     whole = torch.cat([matrix(x[i : i + 5]) for i in range(0, 130, 5)])
     for num_threads in (1, 2):
@@ -121,6 +121,21 @@ def test_rows_a_page_apart_have_the_bits_of_others(variant, depth, dtype):
         for count in (9, 14, 60, 130):
             assert torch.equal(matrix(x[:count]), whole[:count])
             assert torch.equal(matrix(table[:count, :depth]), whole[:count])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_of_rows_a_page_apart_have_the_bits_of_others(variant, dtype):
+    """Rows whose distance is a page, and whose rest must not be read."""
+    row, weight = cancelling_product(150, 1010, dtype)
+    table = torch.full((130, 2048), torch.nan, dtype=dtype)
+    table[:, :1010] = numbers(130, 1010, dtype=dtype)
+    table[::3, :1010] = row
+    x = table[:, :1010].contiguous()
+    matrix = PackedMatrix(variant, weight, numbers(150, seed=2), out_dtype=torch.float32)
+    for num_threads in (1, 2):
+        variant.start_threads(num_threads)
+        for count in (9, 14, 130):
+            assert torch.equal(matrix(table[:count, :1010]), matrix(x[:count]))
 
 
 def test_results_round_as_torch_does(variant):

@@ -88,7 +88,7 @@ def test_equals_the_exact_sum(variant: CpuLibrary, dtype: Dtype, shape: ProductS
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, ProductShape(2048, (130,))], ids=str)  # of the last, rows are a page apart
 def test_a_row_has_the_same_bits_among_any_others(variant: CpuLibrary, dtype: Dtype, shape: ProductShape) -> None:
     """Alone, beside rows of its own adapter and of others; on one to three threads."""
     weight = numbers(sum(shape.parts), shape.depth, dtype=dtype)
