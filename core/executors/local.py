@@ -43,6 +43,7 @@ from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.step_sizes import with_rows
+from ipc.tables.rounding import ceil_div
 from ipc.wire.weights_messages import WeightsMark
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
@@ -58,6 +59,9 @@ class NewModel(NamedTuple):
 
 #: Weights of products of the largest model whose warm-up has more than one token.
 _MOST_WARM_WEIGHTS = 1 << 30
+#: Of the layers of a larger one, that step computes one in so many, and at least so many. They may be of several kinds,
+#: which take turns.
+_WARM_SHARE, _LEAST_WARM_LAYERS = 4, 8
 
 
 class LocalExecutor:
@@ -183,11 +187,18 @@ class LocalExecutor:
         """Run a short step and return the duration of one of WARM_UP_TOKENS tokens in ns, or more.
 
         The first request may be waiting for it. So a large model computes one token, since a step of several takes no
-        longer than all of them alone.
+        longer than all of them alone, and that token in some of its layers. The last of these counts as none, since it
+        computes little for a token without logits.
         """
-        if isinstance(self._model, Llama) and self._model.config.num_matrix_weights > _MOST_WARM_WEIGHTS:
+        model = self._model
+        if not isinstance(model, Llama) or model.config.num_matrix_weights <= _MOST_WARM_WEIGHTS:
+            return self.runner.warm_up(WARM_UP_TOKENS)
+        if (decoder := model.decoder) is None:
             return WARM_UP_TOKENS * self.runner.warm_up(1)
-        return self.runner.warm_up(WARM_UP_TOKENS)
+        num_layers = len(model.layers)
+        count = min(num_layers, max(_LEAST_WARM_LAYERS, ceil_div(num_layers, _WARM_SHARE)))
+        with decoder.first_layers(count):
+            return WARM_UP_TOKENS * ceil_div(num_layers * self.runner.warm_up(1), max(1, count - 1))
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step. The returned step is finished."""

@@ -1,7 +1,8 @@
 """CpuDecoder: a decoder's whole step (embedding, layers, final norm, head) as one C call (c/layers/decoder.h)."""
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -241,6 +242,17 @@ class CpuDecoder:
         self._run(self._step)
         self._number += 1
         return DecoderResult(self, self._number, *self._results)
+
+    @contextlib.contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Let steps in this context end after `count` layers. They have no logits: they show how long layers take."""
+        whole = self._decoder.num_layers, self._decoder.num_tail
+        assert 0 < count <= whole[0], (count, whole)
+        self._decoder.num_layers, self._decoder.num_tail = count, 0
+        try:
+            yield
+        finally:
+            self._decoder.num_layers, self._decoder.num_tail = whole
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream of the tokens after these numbers of layers, for states().
