@@ -176,9 +176,12 @@ def _come_last() -> None:
 
 
 def _move(data: UInt8s) -> None:
-    """Move mapped weights into huge pages."""
-    _come_last()
+    """Move mapped weights into huge pages.
+
+    The look is brief and holds Python's lock, for which all threads would wait if this one had no core.
+    """
     if not is_in_huge_pages(data):
+        _come_last()
         move_to_huge_pages(data)
 
 

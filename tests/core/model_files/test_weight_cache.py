@@ -99,13 +99,20 @@ def test_a_file_that_is_not_in_huge_pages_is_moved_there(
 ) -> None:
     """The matrices fill more than one of the pieces in which a file is written."""
     large, moved = {name: packed(seed, 5 << 20) for seed, name in enumerate("abc")}, list[Any]()
+    usual, looked = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    def look(_: object) -> bool:
+        looked.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return is_huge
+
     for _ in range(2):
         cache = WeightCache(["model"], LIBRARY, MANY)
         taken = {name: cache.take(name, lambda name=name: large[name])[0] for name in large}  # type: ignore[misc]
-        monkeypatch.setattr(weight_cache, "is_in_huge_pages", lambda _: is_huge)
+        monkeypatch.setattr(weight_cache, "is_in_huge_pages", look)
         monkeypatch.setattr(weight_cache, "move_to_huge_pages", moved.append)
         keep(cache)
     assert [len(data) >= 15 << 20 for data in moved] == [True] * (not is_huge)
+    assert looked == [usual]  # a thread without a share of the CPUs would hold Python's lock
     for name, data in taken.items():
         assert np.array_equal(data, large[name][0])
 
