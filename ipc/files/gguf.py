@@ -173,7 +173,7 @@ def cut_gguf_metadata(path: Path) -> bytes:
     """
     kept = _kept.get((path, _state_of(path)))
     with map_file(path) as data:
-        cursor = _Cursor(data, str(path))
+        cursor = _Cursor(data, str(path), decodes_all=False)
         if kept is None:
             _read_metadata(cursor)
         return data[:8] + bytes(8) + data[16 : cursor.position if kept is None else kept.metadata_bytes]

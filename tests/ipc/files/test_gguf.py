@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files import gguf as own_gguf
 from ipc.files.gguf import (
     TENSOR_TYPES,
     cut_gguf_metadata,
@@ -163,6 +164,19 @@ def test_cut_metadata_is_a_file_without_tensors(sample: Path, tmp_path: Path) ->
     assert parse_gguf_metadata(cut) == header.metadata
     alone = read_bytes(tmp_path, cut)
     assert (alone.metadata, alone.tensors) == (header.metadata, {})
+
+
+def test_cut_metadata_decodes_no_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, read = list[int](), own_gguf._read_strings
+
+    def counted(cursor: Any, count: int, key: str) -> Any:
+        counts.append(count)
+        return read(cursor, count, key)
+
+    monkeypatch.setattr(own_gguf, "_read_strings", counted)
+    forget_gguf()
+    cut_gguf_metadata(resolve_model(None))
+    assert max(counts, default=0) < 1024
 
 
 def test_truncation_at_every_byte(sample: Path, tmp_path: Path) -> None:
