@@ -29,7 +29,9 @@ ELEMENT_NUMBERS = {FLOAT32: 0, BFLOAT16: 1, FLOAT16: 2}
 #: result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
 ARITHMETIC = 1
 
-_CHUNK_BYTES = 32 << 20
+#: Allocations of fewer bytes than _OWN_BYTES share mappings. What the last of them leaves of a mapping is not touched,
+#: apart from the rest of a huge page: few large mappings leave few rests.
+_OWN_BYTES, _CHUNK_BYTES = 32 << 20, 128 << 20
 
 
 class CpuLibrary:
@@ -131,11 +133,10 @@ class CpuLibrary:
         mapping, which is released with the last of them. Several threads may pack weights.
         """
         with self._allocating:
+            if num_bytes >= _OWN_BYTES:
+                return self._map(num_bytes)[:num_bytes]
             if num_bytes > len(self._chunk):
-                chunk = self._map(max(num_bytes, _CHUNK_BYTES))
-                if num_bytes >= _CHUNK_BYTES:
-                    return chunk[:num_bytes]
-                self._chunk = chunk
+                self._chunk = self._map(_CHUNK_BYTES)
             taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
             self._chunk = self._chunk[end:]
             return taken

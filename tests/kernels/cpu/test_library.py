@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from kernels.cpu.build import (
     variants_of,
     with_digest,
 )
-from kernels.cpu.library import load_cpu_library
+from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library_soon
 from kernels.elements import BFLOAT16
 
@@ -333,6 +334,19 @@ def test_threads_that_pack_weights_get_memory_of_their_own() -> None:
     finally:
         sys.setswitchinterval(before)
     assert len({block.ctypes.data for block in blocks}) == len(blocks)
+
+
+def test_little_is_left_over_of_the_mappings_that_arrays_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of such a mapping's last huge page is left over, on average."""
+    library, mapped, make = load_cpu_library(), list[int](), CpuLibrary._map
+
+    def counted(self: CpuLibrary, num_bytes: int, choose: Any = min) -> Any:
+        mapped.append(num_bytes)
+        return make(self, num_bytes, choose)
+
+    monkeypatch.setattr(CpuLibrary, "_map", counted)
+    _ = [library.allocate(18 << 20) for _ in range(28)], library.allocate(33 << 20)
+    assert sorted(mapped) == [33 << 20, *4 * [128 << 20]]
 
 
 def test_kept_memory_is_that_of_the_next_data() -> None:
