@@ -43,7 +43,7 @@ _ALIGNMENT, _PAGE = 64, 1 << 21  # of an entry, for the kernels; of the data: a 
 #: Weights that are packed faster than a file is found are not kept.
 _LEAST_BYTES = 32 << 20
 _PIECE = 8 << 20  # bytes written at a time
-_MAPPED = 32 << 20  # bytes read at a time after that, a multiple of _PAGE and of SUM_BYTES
+_MAPPED = 8 << 20  # bytes read at a time after that, a multiple of _PAGE and of SUM_BYTES
 _SUFFIX, _UNFINISHED = ".weights", ".tmp"
 _POPULATE_READ = 22  # MADV_POPULATE_READ, since Linux 5.14
 
@@ -237,8 +237,7 @@ def _write(fd: int, header: bytes, begin: int, pieces: Iterable[tuple[int, UInt8
 def _mapped(fd: int, begin: int, end: int) -> Iterator[UInt8s]:
     """Yield the file's bytes from `begin` on, mapped one piece after the other: all of them would count as memory."""
     for place in range(begin, end, _MAPPED):
-        mapping = mmap.mmap(fd, min(_MAPPED, end - place), access=mmap.ACCESS_READ, offset=place)
-        yield np.frombuffer(mapping, np.uint8)
+        yield np.frombuffer(mmap.mmap(fd, min(_MAPPED, end - place), access=mmap.ACCESS_READ, offset=place), np.uint8)
 
 
 def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tuple[int, UInt8s]]:
