@@ -118,6 +118,10 @@ class CheckedGrammars:
             self._grammars.check_usable()
             self._message()
             self._grammars.load()
+            # Imported late: the check that `kernels` is our package runs after this module is imported.
+            from kernels.memory.free_memory import return_free_memory
+
+            return_free_memory()
 
     def _message(self) -> bytes:
         """Return the vocabulary for a new process. Errors: UnsupportedParameterError."""

@@ -1,7 +1,6 @@
 """Loads a model: with this engine's own code if it supports the architecture, otherwise with transformers'."""
 
 import contextlib
-import ctypes
 import hashlib
 import os
 from collections.abc import Iterable
@@ -45,6 +44,7 @@ from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype, element_name
+from kernels.memory.free_memory import return_free_memory
 from kernels.memory.kv_cache import Scales
 
 #: Tokens of an image whose encoding takes many seconds on a CPU.
@@ -422,5 +422,4 @@ def _return_free_memory() -> None:
     The vocabulary of a GGUF file and the temporary copies of tensors take an eighth of a small model's size.
     """
     forget_gguf()
-    with contextlib.suppress(AttributeError):  # a C library other than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+    return_free_memory()

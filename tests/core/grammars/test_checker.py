@@ -205,12 +205,15 @@ def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
         return made[-1]
 
     monkeypatch.setattr("core.grammars.grammars.build_vocabulary", build)
+    returned: list[int] = []
+    monkeypatch.setattr("kernels.memory.free_memory.return_free_memory", lambda: returned.append(len(made)))
     grammars = Grammars(read, VOCAB_SIZE, (EOS,))
     checked = make(grammars)
     for _ in range(3):
         checked.load_ahead()
         join_loading()
         assert (num_reads, len(made)) == (1, 1)
+        assert returned == [1], "what was needed for a moment goes back to the system, once"
     assert checked.process is None
     checked.prepare(request(structured(regex="a+")))
     os.kill(pid_of(checked), signal.SIGKILL)
