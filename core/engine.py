@@ -119,6 +119,8 @@ class EngineCore:
         replies = self._receive(inbox, now_ns)
         if self.scheduler.weights.is_due and not self.pipeline.num_in_flight:
             replies.append(self._update_weights())
+            if self.scheduler.has_work:  # the answer is sent before the next step computes all rows from scratch
+                return [*replies, *self.scheduler.take_outputs()]
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
         outputs = self.scheduler.update_from_output(*done) if done else self.scheduler.take_outputs()

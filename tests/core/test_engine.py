@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from core.batch.index import RequestIndex
+from core.inputs import NewWeights
 from core.scheduling.waiting_lines import Line
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.wire.messages import (
@@ -16,9 +17,13 @@ from ipc.wire.messages import (
     GetStatistics,
     Goodbye,
     Outputs,
+    Pause,
+    PauseMode,
     ResetPrefixCache,
+    Resume,
     Statistics,
 )
+from ipc.wire.weights_messages import UpdateMode, Weights, WeightsMark
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, Driver, Received, add_message, expected_tokens, small_config
 
@@ -365,3 +370,23 @@ def test_every_counter_of_the_scheduler_is_in_the_answer() -> None:
     answer = engine.statistics(3, 9)
     assert (answer.num_swapped_in_blocks, answer.num_head_fenced, answer.call, answer.engine_ns) == (7, 8, 3, 9)
     assert type(answer) is Statistics
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_the_answer_to_new_weights_does_not_wait_for_rows_that_are_computed_again(is_paused: bool) -> None:
+    driver = Driver(small_config())
+    message, mark = add_message(1, [5] * 9, 12), WeightsMark(1, "fingerprint", "digest", "")
+    driver.step([(0, message)])
+    driver.step()
+    if is_paused:
+        driver.step([(0, Pause(1, PauseMode.ALL))])
+    num_plans, num_computed = len(driver.executor.plans), driver.scheduler.stats.num_scheduled_tokens
+    assert driver.step([(3, NewWeights(7, mark, UpdateMode.KEEP))]) == [(3, Weights(7, mark))]
+    assert len(driver.executor.plans) == num_plans
+    if is_paused:
+        driver.step([(0, Resume(2))])
+    else:
+        driver.step()
+    assert driver.scheduler.stats.num_scheduled_tokens - num_computed == 9 + 2
+    driver.drain()
+    assert driver.inbox.received[0, 1].tokens == expected_tokens(message, 396)
