@@ -4,16 +4,18 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from frontend.client.client import EngineClient
-from frontend.session import EngineHandle
 from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
 from ipc.machine.memory_files import make_memory_file
 from ipc.tables.arrays import UInt8s
 from ipc.wire.weights_messages import UpdateMode, WeightsMark
+
+if TYPE_CHECKING:  # `engine-core control` needs no session, whose modules take a third of its time
+    from frontend.session import EngineHandle
 
 #: A path in the engine's file system, or (name, array) pairs: NumPy arrays or torch tensors.
 WeightsInput = str | os.PathLike[str] | Iterable[tuple[str, Any]]
@@ -35,7 +37,7 @@ class _Tensor(NamedTuple):
 class WeightMethods:
     """Methods of an engine's user that change its weights or let it sleep. The owner has an EngineHandle."""
 
-    _engine: EngineHandle
+    _engine: "EngineHandle"
 
     def update_weights(
         self, weights: WeightsInput, mode: UpdateModeName = "wait", timeout: float | None = None

@@ -8,8 +8,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-from core.capture.flight_file import write_flight
-from core.capture.write_flight import describe
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.weights import update_weights, wake_up
@@ -124,6 +122,10 @@ def dump(client: EngineClient, out: str | None) -> None:
 
     Errors: ConfigError if there is none that this user may read; those of write_flight.
     """
+    # Imported here because only this action reads captures, which takes longer than any other action.
+    from core.capture.flight_file import write_flight
+    from core.capture.write_flight import describe
+
     pid = client.welcome.pid
     halves = find_ring(pid)
     if not halves:
