@@ -22,6 +22,7 @@ from tools.commands.replay.what_if import simulation
 from tools.commands.replay.what_if.options import Change, changed
 from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.replay.what_if.simulation import JoinedSteps
+from tools.commands.replay.what_if.step_time import Pace
 
 LONG = msgspec.structs.replace(CONFIG, max_model_len=200, num_blocks_override=120)
 CHANGES: tuple[Change, ...] = (
@@ -80,11 +81,12 @@ def test_joined_steps_are_single_ones(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(simulation, "Run", KeptRun)
     monkeypatch.setattr(JoinedSteps, "take", counted)
-    ratios = np.random.default_rng(seed).uniform(0.5, 3, 97)
+    rng = np.random.default_rng(seed)
+    pace = Pace.of(rng.uniform(1e5, 1e8, 97), rng.uniform(1e5, 1e8, 97))
     for number, change in enumerate(CHANGES):
         config = changed(LONG, change)
-        for factors in (None, ratios)[number % 2 :: 2] if seed == 1 else (None, ratios):
-            shared = {"is_open": base.is_open, "ratios": factors}
+        for one in (None, pace)[number % 2 :: 2] if seed == 1 else (None, pace):
+            shared = {"is_open": base.is_open, "pace": one}
             num_joined[0] = 0
             joined = simulation.simulate(config, base.info, base.recording, base.time, **shared)
             assert (num_joined[0] > joined.num_steps // 5) is (change.get("scheduling_policy") != "fair"), change

@@ -36,6 +36,7 @@ from tests.tools.commands.test_what_if import simulator
 from tools.cli import main
 from tools.commands.replay.shrink.trial import CONSTANT
 from tools.commands.replay.what_if.simulation import simulate
+from tools.commands.replay.what_if.step_time import Pace
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_STEPS = 60
@@ -191,7 +192,9 @@ def test_a_search_that_loses_a_row_in_the_step_of_its_last_candidates_begins_ane
         rng = np.random.default_rng(seed)
         rows, blocks = (int(rng.integers(*most)) for most in ((2, 9), (16, 26)))
         config = msgspec.structs.replace(base.config, max_num_seqs=rows, num_blocks_override=blocks)
-        run = simulate(config, base.info, recording, CONSTANT, ratios=rng.uniform(0.1, 60, 31))
+        run = simulate(
+            config, base.info, recording, CONSTANT, pace=Pace.of(rng.uniform(1e5, 1e7, 31), rng.uniform(1e5, 1e8, 31))
+        )
         assert all(one.ended for one in run.moments)
 
 

@@ -37,7 +37,7 @@ from tools.commands.replay.what_if.options import CHANGEABLE, changed, parse_cha
 from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.replay.what_if.report import Simulator, recorded_figures, what_if
 from tools.commands.replay.what_if.simulation import simulate
-from tools.commands.replay.what_if.step_time import FEATURES, FeatureWatcher, fit
+from tools.commands.replay.what_if.step_time import FEATURES, FeatureWatcher, Pace, fit
 
 #: ns of one unit of each of FEATURES.
 LAW = np.array((2_000_000, 300_000, 50_000, 40, 8, 500_000, 0, 100_000))
@@ -64,8 +64,17 @@ def workload(count: int = 40) -> list[Arrival]:
     return arrivals
 
 
-def record(path: Path, config: EngineConfig, arrivals: list[Arrival], noise: float = 0.0) -> None:
-    """Capture a run whose steps take as long as LAW says, and up to `noise` times as long again."""
+def record(
+    path: Path,
+    config: EngineConfig,
+    arrivals: list[Arrival],
+    noise: float = 0.0,
+    slowness: Callable[[int], float] = lambda _: 1.0,
+) -> None:
+    """Capture a run whose steps take as long as LAW says, and up to `noise` times as long again.
+
+    slowness: the factor on steps that begin at this time.
+    """
     rng, records = random.Random(4), list[Input | Step]()
     executor, watcher = FakeExecutor(config), FeatureWatcher()
     executor.initialize_cache(config)
@@ -99,6 +108,7 @@ def record(path: Path, config: EngineConfig, arrivals: list[Arrival], noise: flo
         replies = engine.step(inbox, now_ns)
         features = watcher.take()
         elapsed_ns = 10_000 if features is None else round(float(features @ LAW) * (1 + noise * rng.random()))
+        elapsed_ns = round(elapsed_ns * slowness(now_ns))
         step = records[-1]
         assert isinstance(step, Step)
         records[-1] = msgspec.structs.replace(step, elapsed_ns=elapsed_ns)
@@ -165,6 +175,21 @@ def test_the_unit_of_time_does_not_matter() -> None:
         time = fit(features, np.rint(features @ law * unit).astype(np.int64))
         assert time.mean_error < 1e-3, unit
         assert time.weights / unit == pytest.approx(law, rel=0.02, abs=0.002)
+
+
+def test_a_disturbance_lasts_as_long_as_it_did_whatever_runs_in_it() -> None:
+    """A second in which 100 steps of 5 ms took 10 ms each is not one in which 100 steps of 50 ms take 100 ms."""
+    pace = Pace.of(np.full(500, 5e6), np.where(np.arange(500) // 100 == 2, 1e7, 5e6))
+    assert np.diff(pace.times(np.arange(0.0, 2.6e9, 0.25e9))).tolist() == pytest.approx(
+        [*[0.25e9] * 4, *[0.5e9] * 2, *[0.25e9] * 4]
+    )
+    assert pace.times(np.array([2.5e9 * 7 + 1.25e9])).tolist() == pytest.approx([3e9 * 7 + 1.5e9]), "it begins again"
+    draw, done, taken = np.random.default_rng(0), 0.0, 0.0
+    for _ in range(400):
+        one = pace.drawn(draw)
+        assert 1.0 <= np.diff(one.taken).sum() / np.diff(one.done).sum() <= 1.5
+        done, taken = done + float(one.done[-1]), taken + float(one.taken[-1])
+    assert taken / done == pytest.approx(3.0 / 2.5, rel=0.01), "drawn paces are as fast as the measured one"
 
 
 def test_noise_is_in_the_error_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_spread_runs: int) -> None:

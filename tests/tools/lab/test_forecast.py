@@ -57,10 +57,10 @@ def arrivals(kind: str, count: int, gap_ms: float = 22.4) -> list[Arrival]:
     return found
 
 
-def day(path: Path, kind: str, count: int) -> tuple[Path, Path]:
-    """A run under a law with noise: its capture, and what its clients saw as recorded traffic."""
+def day(path: Path, kind: str, count: int, **options: Any) -> tuple[Path, Path]:
+    """A run under a law with noise: its capture, and what its clients saw as recorded traffic. options: of record()."""
     capture, traffic = path / f"{kind}.cap", path / f"{kind}.jsonl"
-    record(capture, CONFIG, arrivals(kind, count), NOISE)
+    record(capture, CONFIG, arrivals(kind, count), NOISE, **options)
     exchanges = []
     for one in read_recording(CaptureFile(capture)).requests:
         prompt = np.frombuffer(one.message.prompt_token_ids, "<i4")
@@ -114,6 +114,18 @@ def test_a_held_out_half_comes_as_predicted(tmp_path: Path, kind: str) -> None:
     )
     assert [count for _, count in covered] == [8, 8]
     assert sum(inside for inside, _ in covered) >= 9, covered  # so few windows and runs promise no more
+
+
+def test_a_machine_that_others_slow_down_now_and_then(tmp_path: Path) -> None:
+    """They do so for a time, in which many short steps are slow, or a few long ones."""
+    capture, traffic = day(
+        tmp_path, "bursts", 300, slowness=lambda at_ns: 3.0 if at_ns // 150_000_000 % 4 == 0 else 1.0
+    )
+    file, seen = CaptureFile(capture), observed(read_trace(traffic))
+    engine = measure(replay_config(file.header), file.header.model, read_recording(file), seen, num_runs=8)
+    assert {name: engine.errors[name] for name in ("ttft_mean", "ttft_p99", "tpot_mean")} == pytest.approx(
+        {"ttft_mean": 0.0, "ttft_p99": 0.0, "tpot_mean": 0.0}, abs=0.1
+    )
 
 
 @pytest.mark.soak

@@ -1,8 +1,8 @@
 """Forecast: recorded requests on an engine that was measured, simulated many times, with error bars.
 
 The steps' durations are fitted to a measured run (tools/commands/replay/what_if/step_time.py). Each simulation draws
-the deviations of its steps from those of the measured run, in stretches, because a disturbed step often follows
-another one; and the delays between engine and client in the same way. What the simulations do not know (a fit that is
+the machine's pace from that of the measured run, in stretches of time; and the delays between engine and client in
+stretches of requests. What the simulations do not know (a fit that is
 no law, a machine that changes) is seen in the measured run itself: it is simulated too, and the distance between its
 prediction and what its clients saw widens the bars (split conformal prediction, Vovk et al., 2005).
 """
@@ -27,7 +27,7 @@ from tools.lab.traces.workload import make_workload
 NUM_RUNS = 12
 COVERED = 0.9  # share of the windows that the bars are meant to hold
 WINDOW = 10  # requests
-_STRETCH = 64  # consecutive steps whose deviations are drawn together
+_STRETCH = 64  # consecutive requests whose delays are drawn together
 _LEAST = 0.05  # of a value: the smallest half bar before it is widened
 _BEGIN_NS = 10**9  # of the simulated clock: 0 means never
 _NS = 1e-9
@@ -233,8 +233,8 @@ def _simulate(engine: Engine, requests: Sequence[Recorded], num_runs: int, recor
     recording = recording or unmeasured(requests, engine.gap_ns, engine.empty_ns)
     runs = []
     for _ in range(num_runs):
-        ratios = _drawn(engine.time.ratios, len(engine.time.ratios), draw)
-        run = simulate(engine.config, engine.info, recording, engine.time, is_open=True, ratios=ratios)
+        pace = engine.time.pace.drawn(draw)
+        run = simulate(engine.config, engine.info, recording, engine.time, is_open=True, pace=pace)
         runs.append(_run(run, _drawn(engine.delays, len(run.moments), draw)))
     return runs
 

@@ -8,12 +8,11 @@ import numpy as np
 
 from core.execution.executor import ModelInfo
 from ipc.options.resolved import ResolvedConfig
-from ipc.tables.arrays import Doubles
 from tools.commands.replay.latency import Latencies, Times, latencies
 from tools.commands.replay.what_if.options import Change, changed
 from tools.commands.replay.what_if.recording import Recording
 from tools.commands.replay.what_if.simulation import Simulated, simulate
-from tools.commands.replay.what_if.step_time import FEATURES, StepTime
+from tools.commands.replay.what_if.step_time import FEATURES, Pace, StepTime
 
 NUM_SPREAD_RUNS = 8
 _NS = 1e-9
@@ -80,15 +79,15 @@ class Simulator(NamedTuple):
     time: StepTime
     is_open: bool
 
-    def run(self, config: ResolvedConfig, ratios: Doubles | None = None) -> Simulated:
-        """Simulate with this config. ratios: see simulate()."""
-        return simulate(config, self.info, self.recording, self.time, is_open=self.is_open, ratios=ratios)
+    def run(self, config: ResolvedConfig, pace: Pace | None = None) -> Simulated:
+        """Simulate with this config. pace: see simulate()."""
+        return simulate(config, self.info, self.recording, self.time, is_open=self.is_open, pace=pace)
 
     def spread(self) -> dict[str, float]:
         """Return half the range of TIMES, in percent, over runs whose steps deviate as the measured ones do."""
         draw = np.random.default_rng(0)
-        ratios = [draw.choice(self.time.ratios, len(self.time.ratios)) for _ in range(NUM_SPREAD_RUNS)]
-        runs = [figures_of(self.run(self.config, one)) for one in ratios]
+        paces = [self.time.pace.drawn(draw) for _ in range(NUM_SPREAD_RUNS)]
+        runs = [figures_of(self.run(self.config, one)) for one in paces]
         spread = {}
         for name in TIMES:
             values = [value for run in runs if (value := getattr(run, name)) is not None]

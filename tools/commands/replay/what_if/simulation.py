@@ -24,7 +24,7 @@ from ipc.wire.messages import Abort, Outputs, RequestFailed
 from ipc.wire.metrics_messages import step_token_bucket
 from tools.commands.replay.what_if.oracle_executor import OracleExecutor
 from tools.commands.replay.what_if.recording import Recorded, Recording, RequestKey
-from tools.commands.replay.what_if.step_time import FeatureWatcher, StepTime, decoding_features
+from tools.commands.replay.what_if.step_time import FeatureWatcher, Pace, StepTime, decoding_features
 
 # JoinedSteps: decoding steps with the same decisions, simulated as one.
 #
@@ -247,7 +247,7 @@ def simulate(
     time: StepTime,
     *,
     is_open: bool = False,
-    ratios: Doubles | None = None,
+    pace: Pace | None = None,
     executor: type[OracleExecutor] = OracleExecutor,
     look: "Callable[[Run], None] | None" = None,
     joins: bool = True,
@@ -255,13 +255,13 @@ def simulate(
 ) -> Simulated:
     """Simulate until all requests have ended.
 
-    is_open: all clients keep their recorded times. ratios: factors of the steps' durations, in order.
+    is_open: all clients keep their recorded times. pace: how fast the machine is; None = always as the fit says.
     executor: returns the tokens. look: called after each step; then no steps are joined. joins: steps with the same
     decisions are one call (joined_steps.py), which changes no figure. most_empty_steps: number of empty steps in a row
     after which the engine counts as stuck. Errors: StuckError.
     """
     run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor=executor)
-    clock = _Clock(recording, time, ratios)
+    clock = _Clock(recording, time, pace)
     joined = JoinedSteps(config, run.engine, run.executor) if joins and look is None else None
     num_empty = 0
     while run.goes_on:
@@ -288,38 +288,45 @@ def simulate(
 
 
 class _Clock:
-    """The virtual clock: now_ns is the start of the next step. ratios: factors of the steps' durations, in turn."""
+    """The virtual clock: now_ns is the start of the next step. pace: see simulate()."""
 
-    def __init__(self, recording: Recording, time: StepTime, ratios: Doubles | None) -> None:
+    def __init__(self, recording: Recording, time: StepTime, pace: Pace | None) -> None:
         self.now_ns = self.begin_ns = recording.begin_ns
         self.gap_ns = recording.gap_ns
         self.num_steps = self.num_uncovered = 0
-        self._time, self._ratios = time, ratios
+        self._time, self._pace = time, pace
+        self._done = 0.0  # ns of fitted durations
 
     def end_of(self, features: Ints) -> int:
         """Count a step with these features that begins now, and return when it ends."""
-        factor = 1.0 if self._ratios is None else float(self._ratios[self.num_steps % len(self._ratios)])
         self.num_steps += 1
         self.num_uncovered += self._time.num_uncovered(features[None])
-        return self.now_ns + max(1, round(self._time.of(features) * factor))
+        (done,), (duration,) = self._look(features[None])
+        self._done = float(done)
+        return self.now_ns + int(duration)
 
     def run_all(self, features: Ints, until: int | None) -> Ints:
         """Count those of these consecutive steps that begin before `until`, and return when each ends.
 
         The next step begins after the last of them.
         """
-        durations = self._time.of_each(features)
-        if self._ratios is not None:
-            durations *= self._ratios[(self.num_steps + np.arange(len(features))) % len(self._ratios)]
-        spans = np.maximum(np.rint(durations).astype(np.int64), 1) + self.gap_ns
+        done, durations = self._look(features)
+        spans = durations + self.gap_ns
         nexts = self.now_ns + spans.cumsum()
         count = len(features) if until is None else int(np.searchsorted(nexts - spans, until))
         if count:
-            self.now_ns = int(nexts[count - 1])
+            self.now_ns, self._done = int(nexts[count - 1]), float(done[count - 1])
             self.num_steps += count
             self.num_uncovered += self._time.num_uncovered(features[:count])
         ends: Ints = nexts[:count] - self.gap_ns
         return ends
+
+    def _look(self, features: Ints) -> tuple[Doubles, Ints]:
+        """Return what is done after each of these consecutive steps [n], and the duration of each in ns, at least 1."""
+        fitted = self._time.of_each(features)
+        done = np.concatenate([[self._done], fitted]).cumsum()
+        durations = fitted if self._pace is None else np.diff(self._pace.times(done))
+        return done[1:], np.maximum(np.rint(durations).astype(np.int64), 1)
 
 
 class Run:

@@ -19,6 +19,8 @@ FEATURES = (
     "rows that sample",
     "blocks copied",
 )
+#: Of a pace, drawn together: what disturbs a machine often lasts as long.
+STRETCH_S = 2.0
 _MAX_ROUNDS = 10 * len(FEATURES)
 
 
@@ -78,6 +80,46 @@ class FeatureWatcher:
         return features
 
 
+class Pace(NamedTuple):
+    """How fast a machine was while it worked: when it had done how much. Both ascend from 0, float64 [n + 1], in ns.
+
+    A step's deviation from the fit belongs to the time in which it ran: what disturbs a machine for a second makes a
+    hundred short steps slow, or three long ones. So a simulated step takes as long as the machine took for as much
+    work, whatever steps that was. After the end it begins again.
+    """
+
+    done: Doubles  # fitted durations, added up
+    taken: Doubles  # measured ones
+
+    @classmethod
+    def of(cls, fitted: Doubles, measured: Doubles) -> "Pace":
+        """Return the pace of consecutive steps with these durations [n], all above 0."""
+        return cls(np.concatenate([[0.0], fitted.cumsum()]), np.concatenate([[0.0], measured.cumsum()]))
+
+    def drawn(self, draw: np.random.Generator) -> "Pace":
+        """Return stretches of this pace, each from any time on: together about as long as this one."""
+        total = float(self.taken[-1])
+        size = min(STRETCH_S * 1e9, total)
+        taken = np.concatenate([self.taken, total + self.taken[1:]])  # a stretch goes on at the beginning
+        done = np.concatenate([self.done, self.done[-1] + self.done[1:]])
+        pieces = list[Doubles]()
+        for first in draw.uniform(0.0, total, max(1, round(total / size))).tolist():
+            within = slice(np.searchsorted(taken, first, "right"), np.searchsorted(taken, first + size, "left"))
+            times = np.concatenate([[first], taken[within], [first + size]])
+            pieces.append(np.diff([np.interp(times, taken, done), times]))
+        return Pace.of(*np.concatenate(pieces, axis=1))
+
+    def times(self, done: Doubles) -> Doubles:
+        """Return when the machine has done this much."""
+        rounds, rest = np.divmod(done, self.done[-1])
+        times: Doubles = rounds * self.taken[-1] + np.interp(rest, self.done, self.taken)
+        return times
+
+
+#: As fast as the fit says.
+EVEN = Pace(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
+
+
 class StepTime(NamedTuple):
     """A fit. errors: |predicted / measured - 1| of the fitted steps."""
 
@@ -86,6 +128,7 @@ class StepTime(NamedTuple):
     ratios: Doubles  # measured / predicted of each fitted step
     mean_error: float
     median_error: float
+    pace: Pace = EVEN  # of the fitted steps
 
     def of(self, features: Ints) -> float:
         """Return the step's duration in ns."""
@@ -117,10 +160,12 @@ def fit(features: Ints, durations: Ints) -> StepTime:
     weights = _non_negative(relative / scale, np.ones(len(measured))) / scale
     predicted = np.maximum(features @ weights, 1.0)
     factor = measured.sum() / predicted.sum()
-    ratios = measured / (predicted * factor)
+    predicted *= factor
+    ratios = measured / predicted
     errors = np.abs(1 / ratios - 1)
     most = features.max(axis=0)
-    return StepTime(weights * factor, most, ratios, float(errors.mean()), float(np.median(errors)))
+    pace = Pace.of(predicted, measured)
+    return StepTime(weights * factor, most, ratios, float(errors.mean()), float(np.median(errors)), pace)
 
 
 def _non_negative(matrix: Doubles, wanted: Doubles) -> Doubles:
