@@ -209,7 +209,7 @@ def test_a_client_that_waits_for_its_answers_waits_in_the_simulation(tmp_path: P
     ]
     record(tmp_path / "a.cap", CONFIG, alone)
     closed, opened = simulator(tmp_path / "a.cap", is_open=False), simulator(tmp_path / "a.cap")
-    slow = np.full(1, 40.0)
+    slow = Pace(np.array([0.0, 1.0]), np.array([0.0, 40.0]))
     arrived = [[one.arrived for one in each.run(CONFIG).moments] for each in (closed, opened)]
     assert arrived[0] == pytest.approx(arrived[1], abs=0.01 * SECOND)
     assert all(later.arrived > earlier.ended for earlier, later in pairwise(closed.run(CONFIG, slow).moments))
