@@ -18,6 +18,7 @@ from engine_core import LLM, SamplingParams
 
 PROMPT = "The three laws of robotics are"
 _START_S = 1800  # a busy machine emulates slowly
+_PATIENCE = ("--start-timeout", str(_START_S), "--hang-timeout", str(_START_S))
 
 
 def said(llm: LLM, num_tokens: int) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def over_the_socket(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ec-") as folder:
         address = f"ipc://{folder}/engine"
         flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-P", "-m", "engine_core", "serve", address, *flags]
+        command = [sys.executable, "-P", "-m", "engine_core", "serve", "--listen", address, *_PATIENCE, *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 end = time.monotonic() + _START_S

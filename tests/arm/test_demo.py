@@ -1,0 +1,13 @@
+"""What `make arm` runs with the wheel for ARM64 runs here too, with an engine that makes its tokens up."""
+
+import pytest
+
+from tests.arm import demo
+
+
+def test_an_engine_over_the_socket_says_what_an_embedded_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PROMPT", {"prompt_token_ids": [1, 2, 3]})
+    options = {"executor": "fake", "max_model_len": 128}
+    found = demo.over_the_socket(options, 3)
+    assert len(found["tokens"]) == 3
+    assert found == demo.embedded(options, 3)
