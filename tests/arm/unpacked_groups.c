@@ -21,6 +21,9 @@ static const Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1] = INT8_ALL_PACKE
 #endif
 static Int8Group groups[GROUPS];
 static Int8Block x[MOST][GROUPS];
+#if defined(NEON_I8MM)
+static PairedBlock pairs[(MOST + 1) / 2 * GROUPS];
+#endif
 #if WITH_PACKED
 static char panel[(2 * LARGE + GROUP * PANEL_COLUMNS * 2) * GROUPS];
 #endif
@@ -83,6 +86,16 @@ static float defined(int row, int column, int type, float sum) {
     return sum;
 }
 
+/* Have the work's rows in pairs, if this instruction set takes them so. */
+static void pair(Int8Work *work, int rows, int is_unpacked) {
+#if defined(NEON_I8MM)
+    pair_rows(pairs, work->x, work->x_stride, rows, GROUPS, pairing_of(work->type, is_unpacked));
+    work->pairs = pairs, work->pairs_step = (rows + 1) / 2;
+#else
+    (void)work, (void)rows, (void)is_unpacked;
+#endif
+}
+
 #if WITH_PACKED
 /* Write the codes and scales of a packed group to groups[g]. */
 static void read_group(int type, int g) {
@@ -120,8 +133,9 @@ static int wrong_of_rows(int type, int rows) {
         for (int i = 0; i < layout.scale_bytes; i++) panel[group_offset(layout, g) + i] &= 0x3f;
         read_group(type, g);
     }
-    const Int8Work work = {.panel = panel, .type = type, .last = GROUPS, .ahead = 64, .line_step = 64, .x = x[0],
+    Int8Work work = {.panel = panel, .type = type, .last = GROUPS, .ahead = 64, .line_step = 64, .x = x[0],
                            .x_stride = GROUPS, .out = out[0]};
+    pair(&work, rows, 0);
     packed[rows - 1][type](&work);
     for (int row = 0; row < rows; row++)
         for (int column = 0; column < PANEL_COLUMNS; column++) {
@@ -140,8 +154,9 @@ int main(void) {
         for (int rows = 1; rows <= INT8_ROWS; rows++) {
             float out[INT8_ROWS + 1][PANEL_COLUMNS];
             for (int j = 0; j < (INT8_ROWS + 1) * PANEL_COLUMNS; j++) out[j / PANEL_COLUMNS][j % PANEL_COLUMNS] = 0.25f;
-            const Int8Work work = {.panel = (const char *)groups, .type = types[i], .last = GROUPS, .x = x[0],
+            Int8Work work = {.panel = (const char *)groups, .type = types[i], .last = GROUPS, .x = x[0],
                                    .x_stride = GROUPS, .zero_bits = 7, .out = out[0]};
+            pair(&work, rows, 1);
             functions[rows - 1][types[i]](&work);
             for (int row = 0; row <= INT8_ROWS; row++)
                 for (int column = 0; column < PANEL_COLUMNS; column++) {

@@ -6,6 +6,9 @@
 #include "products/gemm_slices.h"
 #include "products/int8_amx.h"
 #include "products/int8_block.h"
+#if defined(NEON_I8MM)
+#include "products/int8_pairs.h"
+#endif
 #include "threads/pool.h"
 
 /* Rows whose sums are kept in memory during that, and blocks of x that a second level cache keeps with them. */
@@ -62,8 +65,13 @@ INLINE uint32_t largest_bits(const Floats numbers[GROUP / LANES]) {
     Signed most = {0};
 #pragma GCC unroll 8
     for (int i = 0; i < GROUP / LANES; i++) {
-        const Signed bits = (Signed)numbers[i] & 0x7fffffff, is_more = bits > most;
+        const Signed bits = (Signed)numbers[i] & 0x7fffffff;
+#if defined(WITH_NEON)
+        most = (Signed)vmaxq_s32((int32x4_t)bits, (int32x4_t)most);
+#else
+        const Signed is_more = bits > most;
         most = (bits & is_more) | (most & ~is_more);
+#endif
     }
 #if defined(__AVX512F__)
     return (uint32_t)_mm512_reduce_max_epi32((__m512i)most);
@@ -119,6 +127,7 @@ INLINE void quantize_block(const void *x, int64_t k, const int dtype, Int8Block 
     Floats numbers[GROUP / LANES];
     int32_t sums[2] = {0};
     float largest;
+#pragma GCC unroll 8
     for (int i = 0; i < GROUP / LANES; i++) numbers[i] = load_numbers(x, k + i * LANES, dtype);
     const uint32_t bits = largest_bits(numbers);
     memcpy(&largest, &bits, sizeof largest);
@@ -149,23 +158,28 @@ void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
     }
 }
 
-/* Write the codes of two steps of a vector of columns. */
-INLINE void store_two_steps(uint8_t *codes, const int v, const Words even, const Words odd) {
-#if defined(NEON_I8MM) /* place_in_group() */
-    store_floats(codes + v * 2 * VECTOR_BYTES, (Floats)vzip1q_u32((uint32x4_t)even, (uint32x4_t)odd));
-    store_floats(codes + v * 2 * VECTOR_BYTES + VECTOR_BYTES, (Floats)vzip2q_u32((uint32x4_t)even, (uint32x4_t)odd));
-#else
-    store_floats(codes + v * VECTOR_BYTES, (Floats)even);
-    store_floats(codes + ROW_BYTES + v * VECTOR_BYTES, (Floats)odd);
-#endif
-}
-
 /* Vectors of columns that are unpacked together: NEON loads and stores two at once. */
 #if defined(WITH_NEON)
 enum { VECTORS_TOGETHER = 2 };
 #else
 enum { VECTORS_TOGETHER = 1 };
 #endif
+
+/* Write the codes of two steps of VECTORS_TOGETHER vectors of columns from v on. */
+INLINE void store_two_steps(uint8_t *codes, const int v, Words steps[2][PANEL_VECTORS]) {
+#if defined(NEON_I8MM) /* place_in_group() */
+    Words columns[2 * VECTORS_TOGETHER];
+#pragma GCC unroll 2
+    for (int i = 0; i < VECTORS_TOGETHER; i++) {
+        columns[2 * i] = (Words)vzip1q_u32((uint32x4_t)steps[0][i], (uint32x4_t)steps[1][i]);
+        columns[2 * i + 1] = (Words)vzip2q_u32((uint32x4_t)steps[0][i], (uint32x4_t)steps[1][i]);
+    }
+    store_row(codes + v * 2 * VECTOR_BYTES, columns, 2 * VECTORS_TOGETHER);
+#else
+    store_row(codes + v * VECTOR_BYTES, steps[0], VECTORS_TOGETHER);
+    store_row(codes + ROW_BYTES + v * VECTOR_BYTES, steps[1], VECTORS_TOGETHER);
+#endif
+}
 
 /* Unpack the codes of some vectors from vector v on, and add `raised` to each. */
 INLINE void unpack_codes(Int8Group *to, const char *codes, const int v, const Table levels, const AllBytes raised,
@@ -176,11 +190,9 @@ INLINE void unpack_codes(Int8Group *to, const char *codes, const int v, const Ta
         Words steps[2][PANEL_VECTORS];
         codes_of_two_steps(steps, codes + v * VECTOR_BYTES, s, levels, type, VECTORS_TOGETHER);
 #pragma GCC unroll 2
-        for (int i = 0; i < VECTORS_TOGETHER; i++) {
-            AllBytes even = (AllBytes)steps[0][i], odd = (AllBytes)steps[1][i];
-            if (!never_raised) even += raised, odd += raised;
-            store_two_steps(to->codes[s], v + i, (Words)even, (Words)odd);
-        }
+        for (int i = 0; i < 2 * VECTORS_TOGETHER && !never_raised; i++)
+            steps[i % 2][i / 2] = (Words)((AllBytes)steps[i % 2][i / 2] + raised);
+        store_two_steps(to->codes[s], v, steps);
     }
 }
 
@@ -191,8 +203,11 @@ INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     for (int64_t g = work->first; g < work->last; g++, to++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
         /* only from the second level cache: multiply_slice() brings a slice there, and memory would hold up the rest */
-        for (int line = 0; g + 2 < work->last && line < layout.group_bytes; line += 64)
-            __builtin_prefetch(group + 2 * layout.group_bytes + line);
+        if (g + 2 < work->last)
+#pragma GCC unroll 20
+            for (int line = 0; line < layout.group_bytes; line += 64)
+                __builtin_prefetch(group + 2 * layout.group_bytes + line);
+#pragma GCC unroll 8
         for (int v = 0; v < PANEL_VECTORS; v++) {
             const Scales scales = load_scales(head, group, v, own.unit, type);
             for (int half = 0; half < 1 + has_halves(type); half++) {
@@ -212,9 +227,59 @@ void int8_unpack(const Int8Work *work, Int8Group *to) {
     switch (function_type_of(work->type)) { EACH_INT8_TYPE(UNPACK, ) }
 }
 
+/* Rows of x that are multiplied with some panels, one after the other. With SMMLA a thread's room has their blocks in
+ * pairs, of all groups if they fit. */
+typedef struct {
+    int64_t begin, end;
+    int pairing; /* of what the room has; NOT_PAIRED = nothing */
+} Chunk;
+
+enum { NOT_PAIRED = -1 };
+
+#if defined(NEON_I8MM)
+enum { ROOM = MOST_BLOCKS / 2 };
+_Static_assert(ROOM >= MOST_ROWS / 2 * SLICE_GROUPS, "a slice of all rows fits");
+
+/* A thread gets its room when it first needs it. */
+static _Thread_local PairedBlock room[ROOM];
+
+/* Have the rows of some work in pairs: those from `row` on, an even number from the chunk's first one. */
+static void pair_work(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int64_t num_rows, int is_unpacked) {
+    const int64_t groups = args->depth / GROUP, pairs = (chunk->end - chunk->begin + 1) / 2;
+    const int type = function_type_of(work->type), pairing = pairing_of(type, is_unpacked);
+    if (pairs * groups > ROOM) {
+        pair_rows(room, work->x, work->x_stride, num_rows, work->last - work->first, pairing);
+        chunk->pairing = NOT_PAIRED, work->pairs = room, work->pairs_step = (num_rows + 1) / 2;
+        return;
+    }
+    if (chunk->pairing != pairing) {
+        const Int8Block *x = (const Int8Block *)args->quantized + chunk->begin * args->quantized_stride;
+        pair_rows(room, x, args->quantized_stride, chunk->end - chunk->begin, groups, pairing);
+        chunk->pairing = pairing;
+    }
+    work->pairs = room + work->first * pairs + (row - chunk->begin) / 2, work->pairs_step = pairs;
+}
+
+/* Multiply with a packed panel by pairs: in one go, or as many groups at a time as fit the room. */
+static void multiply_packed_pairs(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int rows) {
+    const int64_t groups = work->last, fitting = (rows + 1) / 2 * groups <= ROOM ? groups : ROOM / ROW_PAIRS;
+    for (; work->first < groups; work->first += fitting, work->x += fitting) {
+        work->last = work->first + fitting < groups ? work->first + fitting : groups;
+        pair_work(args, chunk, work, row, rows, 0);
+        functions()->packed[rows - 1][function_type_of(work->type)](work);
+    }
+}
+#else
+static void pair_work(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int64_t num_rows, int is_unpacked) {
+    (void)args, (void)chunk, (void)work, (void)row, (void)num_rows, (void)is_unpacked;
+}
+#endif
+
 /* Multiply at most MOST_FEW_ROWS rows with a panel, whose codes are unpacked in registers, a part of the rows after the
  * other. Each of several parts prefetches its share of the next panel's lines, so memory is never idle. */
-static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
+static void multiply_few(const Gemm *args, Chunk *chunk, int64_t panel) {
+    const int64_t row = chunk->begin;
+    const int num_rows = (int)(chunk->end - row);
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int num_parts = (num_rows + INT8_PACKED_ROWS - 1) / INT8_PACKED_ROWS;
     const int64_t panel_bytes = quantized_panel_bytes(entry->type, args->depth);
@@ -222,7 +287,7 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
     memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
     for (int i = 0; i < num_parts; i++) {
         const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
-        const Int8Work work = {
+        Int8Work work = {
             .panel = (const char *)args->weights + entry->offset,
             .type = entry->type,
             .last = args->depth / GROUP,
@@ -233,6 +298,12 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
             .x_stride = args->quantized_stride,
             .out = sums + begin * PANEL_COLUMNS,
         };
+#if defined(NEON_I8MM)
+        if (rows > LANE_ROWS) {
+            multiply_packed_pairs(args, chunk, &work, row, rows);
+            continue;
+        }
+#endif
         functions()->packed[rows - 1][function_type_of(entry->type)](&work);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
@@ -258,13 +329,16 @@ static void multiply_slice(const Int8Work *slice, int num_rows, int type, const 
         const int rows = (end < num_rows ? end : num_rows) - begin;
         Int8Work work = *slice;
         work.x += begin * work.x_stride;
+#if defined(NEON_I8MM)
+        work.pairs += begin / 2;
+#endif
         work.out += begin * PANEL_COLUMNS;
         functions()->unpacked[rows - 1][function_type_of(type)](&work);
     }
 }
 
 /* Multiply at most MOST_ROWS rows with a panel, whose codes are unpacked slice by slice. */
-static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
+static void multiply_many(const Gemm *args, Chunk *chunk, int64_t row, int num_rows, int64_t panel) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int64_t blocks = args->depth / GROUP;
     const int raised = raised_by(entry->type);
@@ -286,6 +360,7 @@ static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t p
             .out = sums,
         };
         int8_unpack(&work, slice);
+        pair_work(args, chunk, &work, row, num_rows, 1);
         work.panel = (const char *)slice;
         const char *ahead = (const char *)args->weights + entry->offset + group_offset(layout, last);
         multiply_slice(&work, num_rows, raised && !has_halves(entry->type) ? Q8_0 : entry->type, ahead, (int64_t)layout.group_bytes * SLICE_GROUPS);
@@ -305,20 +380,21 @@ static void multiply_whole(const Gemm *args, int64_t begin, int64_t end, int64_t
         quantized_multiply(&stored, begin, end, panel, panel + 1);
 }
 
-static void multiply_panel(const Gemm *args, int64_t begin, int64_t end, int64_t panel) {
-    const int64_t num_rows = end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+static void multiply_panel(const Gemm *args, Chunk *chunk, int64_t panel) {
+    const int64_t begin = chunk->begin, num_rows = chunk->end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
     const int32_t type = quantized_panel(args->weights, panel)->type;
     if (type == WHOLE_PANEL) {
-        multiply_whole(args, begin, end, panel);
+        multiply_whole(args, begin, chunk->end, panel);
         return;
     }
     if (num_rows <= (BLOCK_TYPES[type].scales == FLOATS ? MOST_FEW_ROWS : FEW_ROWS)) {
-        multiply_few(args, begin, (int)num_rows, panel);
+        multiply_few(args, chunk, panel);
         return;
     }
     for (int64_t i = 0; i < num_parts; i++) {
-        const int64_t row = begin + num_rows * i / num_parts;
-        multiply_many(args, row, (int)(begin + num_rows * (i + 1) / num_parts - row), panel);
+        const int64_t row = units * i / num_parts * UNIT_ROWS, end = units * (i + 1) / num_parts * UNIT_ROWS;
+        multiply_many(args, chunk, begin + row, (int)((end < num_rows ? end : num_rows) - row), panel);
     }
 }
 
@@ -327,21 +403,22 @@ static void multiply_rows(const Gemm *args, int64_t begin, int64_t end) {
     int64_t chunk_rows = MOST_BLOCKS / (args->depth / GROUP);
     if (chunk_rows < MOST_ROWS) chunk_rows = MOST_ROWS;
     const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
-    for (int64_t i = 0; i < num_chunks; i++)
-        for (int64_t panel = 0; panel < num_panels(args); panel++)
-            multiply_panel(args, begin + num_rows * i / num_chunks, begin + num_rows * (i + 1) / num_chunks, panel);
+    for (int64_t i = 0; i < num_chunks; i++) {
+        Chunk chunk = {begin + num_rows * i / num_chunks, begin + num_rows * (i + 1) / num_chunks, NOT_PAIRED};
+        for (int64_t panel = 0; panel < num_panels(args); panel++) multiply_panel(args, &chunk, panel);
+    }
+}
+
+void int8_panels(const Gemm *args, int64_t first, int64_t last) {
+    Chunk chunk = {0, args->num_rows, NOT_PAIRED};
+    for (; first < last; first++) multiply_panel(args, &chunk, first);
 }
 
 /* Multiply all rows with the panels of thread `owner`, except those that other threads have taken. */
 static void multiply_pieces(const Gemm *args, int owner, int num_threads) {
     const int64_t first = num_panels(args) * owner / num_threads, end = num_panels(args) * (owner + 1) / num_threads;
     for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < end;)
-        for (int64_t last = panel + PIECE < end ? panel + PIECE : end; panel < last; panel++)
-            multiply_panel(args, 0, args->num_rows, panel);
-}
-
-void int8_panels(const Gemm *args, int64_t first, int64_t last) {
-    for (; first < last; first++) multiply_panel(args, 0, args->num_rows, first);
+        int8_panels(args, panel, panel + PIECE < end ? panel + PIECE : end);
 }
 
 void int8_part(const Gemm *args, int thread, int num_threads) {

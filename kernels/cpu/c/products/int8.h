@@ -38,6 +38,8 @@ typedef struct {
     int32_t first_line, line_step; /* bytes, to the cache lines of that group which are prefetched */
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
+    const struct PairedBlock *pairs; /* the same rows' blocks as SMMLA takes them (int8_pairs.h), if it is used */
+    int64_t pairs_step;              /* of those, from group to group */
     int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum.
                         * NEON takes it off as codes are unpacked */
     int32_t raised_by; /* what is added to codes as they are unpacked */

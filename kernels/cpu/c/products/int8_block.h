@@ -78,6 +78,20 @@ INLINE void load_row(Words row[], const char *at, const int count) {
     for (int i = 0; i < count; i++) row[i] = load_words(at + i * VECTOR_BYTES);
 }
 
+/* Store `count` vectors side by side: on NEON an even number. */
+INLINE void store_row(uint8_t *at, const Words row[], const int count) {
+#if defined(WITH_NEON) && defined(__GNUC__) && !defined(__clang__) /* GCC 12 stores vectors one by one */
+#pragma GCC unroll 2
+    for (int i = 0; i < count; i += 2)
+        __asm__("stp %q2, %q3, %0"
+                : "=Ump"(((Words *)at)[i]), "=m"(((Words *)at)[i + 1])
+                : "w"(row[i]), "w"(row[i + 1]));
+#else
+#pragma GCC unroll 4
+    for (int i = 0; i < count; i++) store_floats(at + i * VECTOR_BYTES, (Floats)row[i]);
+#endif
+}
+
 /* Return bits `plane` of each code of step s, from bit `to` on; `row` is the one of that plane that has them. */
 INLINE Words plane_of_step(const Words row, const int s, const int plane, const int to) {
     const int bits = plane == FOURS ? 4 : plane == TWOS ? 2 : 1, steps = 8 / bits;

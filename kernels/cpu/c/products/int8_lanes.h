@@ -56,7 +56,12 @@ INLINE Signed zeros_of_block(const LoadedBlock *x, const int half, const int typ
     return (Signed)vdupq_laneq_s32((int32x4_t)((Signed)x->rest >> (7 - zero_bits)), ZEROS_LANE);
 }
 
-INLINE Signed add_codes(const Signed sum, const Words codes, const Words x, const int lane) {
+/* Add the products of codes with a lane of x. in_place: of many sums that begin with zeros of x, GCC 12 would copy some. */
+INLINE Signed add_codes(Signed sum, const Words codes, const Words x, const int lane, const int in_place) {
+    if (in_place) {
+        __asm__("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(codes), "w"(x), "i"(lane));
+        return sum;
+    }
     const int32x4_t before = (int32x4_t)sum;
     const int8x16_t left = (int8x16_t)codes, right = (int8x16_t)x;
     switch (lane) {
@@ -70,6 +75,7 @@ INLINE Signed add_codes(const Signed sum, const Words codes, const Words x, cons
 /* A group, from a vector of columns on. */
 typedef struct {
     const char *head, *group; /* if it is packed */
+    const char *codes;        /* the same, for SMMLA: of the first vector */
     const Int8Group *unpacked, *scales; /* if it is not: where its codes and where its scales begin */
     const OwnParts *own;
     int v;
@@ -88,6 +94,7 @@ INLINE void add_two_steps(Signed sums[LANE_ROWS][PANEL_VECTORS], const GroupPlac
                           const int is_unpacked) {
     const char *at = is_unpacked ? (const char *)place->unpacked->codes : place->group + layout_of(type).scale_bytes;
     const Table levels = is_unpacked ? (Table){0} : place->own->levels;
+    const int in_place = rows > 2 && !is_unpacked && !has_minimum(type);
     Words codes[2][PANEL_VECTORS];
     load_two_steps(codes, at + place->v * VECTOR_BYTES, s, levels, type, is_unpacked, lane_vectors(rows));
 #pragma GCC unroll 2
@@ -96,7 +103,7 @@ INLINE void add_two_steps(Signed sums[LANE_ROWS][PANEL_VECTORS], const GroupPlac
         for (int i = 0; i < lane_vectors(rows); i++)
 #pragma GCC unroll 4
             for (int row = 0; row < rows; row++)
-                sums[row][i] = add_codes(sums[row][i], codes[step][i], x[row].codes[s / 4], s % 4 + step);
+                sums[row][i] = add_codes(sums[row][i], codes[step][i], x[row].codes[s / 4], s % 4 + step, in_place);
 }
 
 /* Add the products of one half of a group (of types without halves of all of it), scaled, to values. */
