@@ -7,9 +7,10 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -33,7 +34,7 @@ from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.group import SeparateMemory, SharedMemory, make_shared_file
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0
-from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.recurrence import StateRows
 from tests.core.runner.invariance import KINDS, TINY
 
@@ -107,6 +108,19 @@ def library() -> Iterator[CpuLibrary]:
     library.start_threads(before)
 
 
+@lru_cache(maxsize=2)
+def made_up(config: ModelConfig, dtype: Dtype) -> Sequence[tuple[str, Numbers]]:
+    """Weights of a model, made once for all its ranks."""
+    generator, weights = np.random.default_rng(7), list[tuple[str, Numbers]]()
+    for name, weight in open_weights("dummy", None, config, dtype).tensors:  # type: ignore[arg-type]
+        assert isinstance(weight, np.ndarray), name
+        if weight.ndim == 1:  # norms and biases that tell columns apart
+            weight = (weight + generator.standard_normal(weight.shape, np.float32) / 8).astype(np.float32)
+        weight.flags.writeable = False
+        weights.append((name, weight))
+    return weights
+
+
 def build(
     library: CpuLibrary,
     config: ModelConfig,
@@ -117,16 +131,14 @@ def build(
     in_blocks: bool = False,
 ) -> Llama:
     """in_blocks: matrices are stored as Q8_0."""
-    generator = np.random.default_rng(7)
-    weights = []
-    for name, weight in open_weights("dummy", None, config, dtype).tensors:  # type: ignore[arg-type]
-        if isinstance(weight, np.ndarray) and weight.ndim == 1:  # norms and biases that tell columns apart
-            weight = (weight + generator.standard_normal(weight.shape, np.float32) / 8).astype(np.float32)
+    weights: list[tuple[str, Numbers | StoredMatrix]] = []
+    for name, weight in made_up(config, dtype):
         if in_blocks and weight.ndim == 2 and weight.shape[1] % 32 == 0:
             blocks = in_q8_0(library, BlockRows("F32", to_floats(weight).view(np.uint8)))
             assert blocks is not None, name
-            weight = StoredMatrix([StoredPart("Q8_0", blocks.data, weight.shape[1], library)])
-        weights.append((name, weight))
+            weights.append((name, StoredMatrix([StoredPart("Q8_0", blocks.data, weight.shape[1], library)])))
+        else:
+            weights.append((name, weight))
     return Llama(config, weights, dtype, "L2", library=library, rank=rank, form=form)
 
 
