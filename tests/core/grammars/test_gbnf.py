@@ -195,5 +195,9 @@ def ends(rules: dict[str, Node], node: Node, text: str, begin: int) -> set[int]:
             found, places = {begin} if low == 0 else set(), {begin}
             for count in range(1, high + 1 if high is not None else len(text) + low + 2):
                 places = {end for place in places for end in ends(rules, one, text, place)}
-                found |= places if count >= low else set()
+                if count >= low:
+                    places -= found  # it was found after fewer parts, and has gone on from there
+                    found |= places
+                if not places:
+                    break
             return found
