@@ -6,7 +6,7 @@ import numpy as np
 
 from kernels.arrays import Floats
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
-from kernels.cpu.packed_weights import COMPACT, INT8, WHOLE, PackedWeights
+from kernels.cpu.packed_weights import COMPACT, INT8, QUANTIZED, WHOLE, PackedWeights
 from kernels.cpu.structs import GemmArguments, PackArguments
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
@@ -53,6 +53,8 @@ class PackedMatrix:
     bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
     see kernels/cpu/c/products/compact.h). is_kept: see pack().
 
+    stored: the same weights, quantized, for products of few rows: these take less time, and have the same bits.
+
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
     up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).
     """
@@ -69,6 +71,7 @@ class PackedMatrix:
         activation: str | None = None,
         constants: Floats | None = None,  # of an activation that has any
         is_kept: bool = False,
+        stored: PackedWeights | None = None,
     ) -> None:
         assert activation is None or (gate is None and activation in ACTIVATIONS), activation
         assert (constants is not None) == (activation == "xielu"), activation
@@ -77,6 +80,8 @@ class PackedMatrix:
         in_8_bits = weight.packing == INT8
         assert dtype in (None, weight.dtype) or (in_8_bits and not weight.has_whole_panels), dtype
         assert weight.is_gated == (gate is not None), gate
+        assert stored is None or (stored.packing == QUANTIZED and weight.packing in (WHOLE, COMPACT)), stored
+        assert stored is None or stored[1:4] == weight[1:4], stored
         num_columns, self.in_features = weight.num_columns, weight.depth
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
@@ -86,6 +91,7 @@ class PackedMatrix:
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
         self._constants = None if constants is None else np.ascontiguousarray(constants, np.float32)
         self.packed, self.packing = weight.packed, weight.packing
+        self._stored = None if stored is None else stored.packed
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Not set yet: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -99,6 +105,7 @@ class PackedMatrix:
             packing=self.packing,
             activation=0 if activation is None else GATES[activation],
             constants=None if self._constants is None else self._constants.ctypes.data,
+            stored=None if self._stored is None else self._stored.ctypes.data,
         )
 
     def __call__(self, x: Numbers) -> Numbers:

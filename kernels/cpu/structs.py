@@ -100,7 +100,7 @@ class GemmArguments(CStruct):
         *_fields("dtype y_dtype gate streams packing activation", _INT32),
         *_fields("next quantized", _POINTER),
         ("quantized_stride", _INT64),
-        *_fields("lora constants", _POINTER),
+        *_fields("lora constants stored", _POINTER),
     )
 
 

@@ -18,22 +18,31 @@ class WeightForm(Enum):
 
     STORED = "as stored, where products can read that"
     DENSE = "dequantized"
+    BOTH = "dequantized, and as stored for products of few rows"
     INT8 = "as stored or quantized to 8 bits, for products in 8 bits"
     FP8 = "floats of 8 bits, for products with activations of 8 bits, on a GPU"
 
 
 def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
-    """Return the fastest form for bfloat16 products of a quantized file: STORED or DENSE, with equal results.
+    """Return the fastest form for bfloat16 products of a quantized file: STORED, DENSE or BOTH, with equal results.
 
     Decoding a vector of stored weights takes four to six instructions, a compact vector one half. If `vdpbf16ps` runs
     at full rate (the variant avx512bf16 is only chosen on such CPUs), a product of stored weights is limited by
-    decoding. The same holds with AVX2, whose vectors are half as wide: products of one row took 1.9 times as long there
+    decoding from a few rows on, and one of fewer rows by memory, of which stored weights take less. So BOTH is the
+    fastest, if there is room. The vectors of AVX2 are half as wide: there products of one row took 1.9 times as long
     with one thread. The float32 variant of AVX-512 is faster with stored weights from 4 rows on.
     """
-    is_slower = library.variant in ("avx512bf16", "avx2") and library.num_threads <= _FEW_THREADS
-    return WeightForm.DENSE if is_slower and fits(config, BFLOAT16) else WeightForm.STORED
+    if library.variant not in ("avx512bf16", "avx2") or library.num_threads > _FEW_THREADS:
+        return WeightForm.STORED
+    if library.variant == "avx512bf16" and config.encoder is None and _fit(config, BFLOAT16.itemsize + 1):
+        return WeightForm.BOTH
+    return WeightForm.DENSE if fits(config, BFLOAT16) else WeightForm.STORED
 
 
 def fits(config: ModelConfig, dtype: Dtype) -> bool:
     """Return whether a model's matrices in dtype use at most a quarter of the memory."""
-    return config.num_matrix_weights * dtype.itemsize * _MEMORY_PARTS <= usable_memory_bytes()
+    return _fit(config, dtype.itemsize)
+
+
+def _fit(config: ModelConfig, bytes_per_weight: int) -> bool:
+    return config.num_matrix_weights * bytes_per_weight * _MEMORY_PARTS <= usable_memory_bytes()

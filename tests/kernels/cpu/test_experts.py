@@ -9,7 +9,7 @@ import pytest
 from ipc.tables.arrays import Floats
 from kernels.cpu.decoder_parts import DenseParts
 from kernels.cpu.experts import CpuExperts
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import PackedMatrix, pack
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
@@ -77,6 +77,24 @@ class Weights:
                 gated = to_floats(rounded((gate / (1 + np.exp(-gate)) * up).astype(np.float32), self.dtype))
                 out[row] += weights[expert] * (to_floats(self.down[expert]).astype(np.float64) @ gated)
         return out.astype(np.float32)
+
+
+class TwoForms(Weights):
+    """Matrices in the form for few rows, next to zeros in the form for many; or in the first form only."""
+
+    def __init__(self, *, has_zeros: bool) -> None:
+        super().__init__(BFLOAT16)
+        self.has_zeros = has_zeros
+
+    def matrix(self, library: CpuLibrary, weight: Numbers, in_8_bits: bool, **options: Any) -> PackedMatrix:
+        blocks = in_q8_0(library, BlockRows("BF16", weight.view(np.uint8)))
+        assert blocks is not None
+        stored = quantize(library, [blocks], is_gated="gate" in options)
+        assert stored is not None
+        if not self.has_zeros:
+            return PackedMatrix(library, stored, **options)
+        zeros = pack(library, np.zeros_like(weight), is_gated="gate" in options)
+        return PackedMatrix(library, zeros, stored=stored, **options)
 
 
 def rows_of(count: int, dtype: Dtype) -> Numbers:
@@ -148,6 +166,14 @@ def test_a_rows_bits_are_its_own(dtype: Dtype, in_8_bits: bool, library: CpuLibr
         for count in (2, 9, 40, 600, 1100):
             got = experts(x[:count])[:40]
             assert got.tobytes() == alone[: len(got)].tobytes(), (count, num_threads)
+
+
+def test_an_expert_with_few_rows_reads_the_stored_form(library: CpuLibrary) -> None:
+    both, alone = (TwoForms(has_zeros=has_zeros).packed(library) for has_zeros in (True, False))
+    x = rows_of(300, BFLOAT16)
+    assert to_floats(alone(x)).any(1).all()
+    assert both(x[:1]).tobytes() == alone(x[:1]).tobytes()
+    assert not to_floats(both(x)).any()
 
 
 def test_weights_of_experts_that_nobody_chose_are_not_read(library: CpuLibrary) -> None:

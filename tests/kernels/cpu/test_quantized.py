@@ -7,7 +7,7 @@ import pytest
 
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import PackedMatrix, pack
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED
 from kernels.cpu.quantized import BlockRows, bits_in_memory, quantize
@@ -76,6 +76,19 @@ def test_products_have_the_bits_of_the_dequantized_matrix(variant: CpuLibrary, n
     assert matrix.packed.nbytes == panels * DEPTH * bits_in_memory(name) / 8 + 64
     if not name.startswith(("IQ1", "IQ2", "IQ3", "TQ1")):
         assert matrix.packed.nbytes <= 1.04 * panels * parts[0].data.shape[1] + 64
+
+
+def test_products_of_few_rows_read_the_stored_form_if_there_are_two(variant: CpuLibrary) -> None:
+    """The two forms have other numbers here, which tells them apart."""
+    part = ordinary("Q4_0", 100)
+    stored, zeros = quantize(variant, [part]), np.zeros((100, DEPTH), np.float32).astype(BFLOAT16)
+    both = PackedMatrix(variant, pack(variant, zeros), stored=stored)
+    assert stored is not None
+    alone = PackedMatrix(variant, stored)
+    for count in (1, 2, 3, 4):
+        assert both(numbers(count)).tobytes() == alone(numbers(count)).tobytes() != bytes(count * 200)
+    for count in (5, 8, 300):
+        assert not both(numbers(count)).any()
 
 
 @pytest.mark.parametrize("depth", [32, 96, 288])

@@ -92,7 +92,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
     FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
-    FIELD(quantized) FIELD(quantized_stride) FIELD(lora) FIELD(constants)
+    FIELD(quantized) FIELD(quantized_stride) FIELD(lora) FIELD(constants) FIELD(stored)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)

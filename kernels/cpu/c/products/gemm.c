@@ -318,7 +318,21 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads, const 
 
 int64_t gemm_piece(const Gemm *args) { return gemm_has_amx(args->dtype) ? gemm_amx_piece(args, PIECE) : PIECE; }
 
+/* Return a product with the weights as stored. */
+static Gemm as_stored(const Gemm *args) {
+    Gemm product = *args;
+    product.weights = args->stored, product.packing = QUANTIZED_WEIGHTS, product.stored = NULL;
+    return product;
+}
+
+static int uses_stored(const Gemm *args) { return args->stored && args->num_rows <= STORED_ROWS; }
+
 void gemm_panels(const Gemm *args, int64_t first, int64_t last) {
+    if (uses_stored(args)) {
+        const Gemm product = as_stored(args);
+        gemm_panels(&product, first, last);
+        return;
+    }
     if (args->packing == INT8_WEIGHTS)
         int8_panels(args, first, last);
     else
@@ -330,6 +344,11 @@ int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype) {
 }
 
 void gemm_part(const Gemm *args, int thread, int num_threads) {
+    if (uses_stored(args)) {
+        const Gemm product = as_stored(args);
+        gemm_part(&product, thread, num_threads);
+        return;
+    }
     if (args->packing == INT8_WEIGHTS) {
         int8_part(args, thread, num_threads);
         return;

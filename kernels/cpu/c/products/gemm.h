@@ -27,6 +27,10 @@ enum { PANEL_COLUMNS = 32 };
  * are packed as quantized ones, and multiplied in 8 bits (int8.h). */
 enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2, INT8_WEIGHTS = 3 };
 
+/* Memory bounds products of at most this many rows. Quantized weights are the fewest bytes, and unpacking them takes less
+ * time than reading the others. */
+enum { STORED_ROWS = 4 };
+
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
@@ -44,6 +48,7 @@ typedef struct Gemm {
     int64_t quantized_stride; /* blocks from row to row, at least depth / GROUP */
     const struct Lora *lora; /* what adapters add to rows before they are stored (lora.h); or NULL */
     const float *constants;  /* of the activation, for those that have any (gate.h); or NULL */
+    const void *stored;      /* the same weights as QUANTIZED_WEIGHTS, for at most STORED_ROWS rows; or NULL */
 } Gemm;
 
 typedef struct {

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from core.executors.local import usual_dtype
@@ -18,7 +19,7 @@ from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
-from tests.core.runner.invariance import KINDS, difference, run
+from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
 from tests.core.runner.test_invariance_quantized import quantized_weights
 from tools.lab.bench.tiny_model import write_tiny_model
@@ -27,8 +28,8 @@ from tools.lab.bench.tiny_model import write_tiny_model
 @pytest.mark.parametrize(
     ("variant", "num_threads", "form"),
     [
-        ("avx512bf16", 1, WeightForm.DENSE),
-        ("avx512bf16", 2, WeightForm.DENSE),
+        ("avx512bf16", 1, WeightForm.BOTH),
+        ("avx512bf16", 2, WeightForm.BOTH),
         ("avx512bf16", 3, WeightForm.STORED),
         ("avx512", 1, WeightForm.STORED),
         ("avx2", 2, WeightForm.DENSE),
@@ -40,12 +41,23 @@ def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_thr
     assert best_form(library, KINDS["plain"]) is form
 
 
-def test_what_would_fill_the_memory_stays_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bytes_per_weight", "form"), [(7, WeightForm.STORED), (8, WeightForm.DENSE), (12, WeightForm.BOTH)]
+)
+def test_what_would_fill_the_memory_stays_as_stored(
+    bytes_per_weight: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = cast(CpuLibrary, SimpleNamespace(variant="avx512bf16", num_threads=1))
-    monkeypatch.setattr(
-        "core.models.operations.weight_form.usable_memory_bytes", lambda: KINDS["plain"].num_matrix_weights * 7
-    )
-    assert best_form(library, KINDS["plain"]) is WeightForm.STORED
+    memory = KINDS["plain"].num_matrix_weights * bytes_per_weight
+    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: memory)
+    assert best_form(library, KINDS["plain"]) is form
+
+
+def test_an_encoder_has_one_form() -> None:
+    """It rarely multiplies few rows."""
+    library = cast(CpuLibrary, SimpleNamespace(variant="avx512bf16", num_threads=1))
+    config = msgspec.structs.replace(KINDS["plain"], encoder=cast(Any, "any"))
+    assert best_form(library, config) is WeightForm.DENSE
 
 
 @pytest.mark.parametrize(
@@ -74,12 +86,22 @@ def test_dequantized_at_load_the_bits_are_those_as_stored() -> None:
     library = load_cpu_library()
     forms = {
         form: Llama(KINDS["plain"], quantized_weights("plain").items(), BFLOAT16, library=library, form=form)
-        for form in (WeightForm.STORED, WeightForm.DENSE)
+        for form in (WeightForm.STORED, WeightForm.DENSE, WeightForm.BOTH)
     }
-    packings = [cast(PackedMatrix, model.layers[0].products["down"]).packing == QUANTIZED for model in forms.values()]
-    assert packings == [True, False]
-    assert difference(run(forms[WeightForm.DENSE], PROMPT), run(forms[WeightForm.STORED], PROMPT)) == ""
-    assert forms[WeightForm.DENSE].variant == forms[WeightForm.STORED].variant
+    downs = [cast(PackedMatrix, model.layers[0].products["down"]) for model in forms.values()]
+    assert [down.packing == QUANTIZED for down in downs] == [True, False, False]
+    assert [bool(down.arguments.stored) for down in downs] == [False, False, True]
+    expected = forms.pop(WeightForm.STORED)
+    for model in forms.values():
+        assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
+        assert model.variant == expected.variant
+
+
+def test_plain_matrices_have_one_form() -> None:
+    library = load_cpu_library()
+    weights = random_weights(KINDS["plain"], BFLOAT16)
+    model = Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
+    assert not cast(PackedMatrix, model.layers[0].products["down"]).arguments.stored
 
 
 @pytest.mark.parametrize(
