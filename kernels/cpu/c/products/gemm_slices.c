@@ -1,7 +1,8 @@
 #include "products/gemm_slices.h"
 
-/* Rows of a slice: few enough that their part of x stays in the second level cache, with the sums. */
-enum { MOST_ROWS = 128, DEPTH = 128 };
+/* Rows and places of a slice: few enough that their part of x stays in the second level cache, with the sums, and the
+ * unpacked weights in the first. Pairs take half the room of floats. */
+enum { MOST_ROWS = BY_PAIRS ? 256 : 128, DEPTH = BY_PAIRS ? 256 : 128 };
 
 /* From this many rows on it is worth converting the weights to floats; with fewer, each is used too rarely. */
 enum { LEAST_ROWS = VECTOR_BYTES == 32 ? 5 : 8, LEAST_COMPACT_ROWS = VECTOR_BYTES == 32 ? 3 : 4 };
