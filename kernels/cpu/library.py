@@ -124,6 +124,7 @@ class CpuLibrary:
         take its pages back.
         """
         with self._allocating:
+            self._chunk = np.zeros(0, np.uint8)  # else the next weights would continue in the mapping of these
             self._kept = (self._kept or []) if keeps else None
 
     def allocate(self, num_bytes: int) -> UInt8s:

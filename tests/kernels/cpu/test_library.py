@@ -379,6 +379,15 @@ def test_kept_memory_is_that_of_the_next_data() -> None:
     assert not is_mapped(whole[0])
 
 
+def test_memory_that_is_released_is_not_held_by_the_place_of_the_next_data() -> None:
+    library = load_cpu_library()
+    small = library.allocate(64)
+    address = small.ctypes.data
+    del small
+    library.keep_memory(False)
+    assert not is_mapped(address)
+
+
 def is_mapped(address: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
