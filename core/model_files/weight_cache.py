@@ -176,13 +176,12 @@ def _come_last() -> None:
 
 
 def _move(data: UInt8s) -> None:
-    """Move mapped weights into huge pages.
+    """Move mapped weights into huge pages, after requests.
 
-    The look is brief and holds Python's lock, for which all threads would wait if this one had no core.
+    Looks at the pages are brief and hold Python's lock, for which all threads would wait if this one had no core.
     """
     if not is_in_huge_pages(data):
-        _come_last()
-        move_to_huge_pages(data)
+        move_to_huge_pages(data, _come_last)
 
 
 def _keep(path: Path, made: dict[str, Packed], library: CpuLibrary, max_bytes: int) -> None:

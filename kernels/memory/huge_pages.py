@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from collections.abc import Callable
 
 from kernels.elements import Numbers
 from kernels.rounding import round_up
@@ -49,18 +50,20 @@ def is_in_huge_pages(array: Numbers) -> bool:
     return 2 * 1024 * huge_kb >= array.nbytes
 
 
-def move_to_huge_pages(array: Numbers) -> None:
+def move_to_huge_pages(array: Numbers, before_the_rest: Callable[[], None] = lambda: None) -> None:
     """Replace the memory of bytes [n] that are only read by a copy in huge pages, piece by piece.
 
     The addresses stay, and other threads may read the bytes: the system puts each piece in place of the old one in one
     call (mremap). The ends that fill no huge page stay as they are. If the first piece is not in huge pages after
-    that, the system has none to spare, and the rest stays as it is.
+    that, the system has none to spare, and the rest stays as it is. before_the_rest: called once it has shown some.
     """
     first, last = round_up(array.ctypes.data, _HUGE), (array.ctypes.data + array.nbytes) // _HUGE * _HUGE
     for begin in range(first, last, _PIECE):
         size, at = min(_PIECE, last - begin), begin - array.ctypes.data
         if not _replace(begin, size) or (begin == first and not is_in_huge_pages(array[at : at + size])):
             return
+        if begin == first:
+            before_the_rest()
 
 
 def _replace(address: int, size: int) -> bool:

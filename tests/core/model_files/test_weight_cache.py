@@ -21,6 +21,7 @@ from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import private_folder
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.memory import huge_pages
 from tests.core.models.checkpoints import build
 from tests.core.models.operations.test_stored_matrix import CONFIG, write_mixed
 from tests.core.models.test_llama import Requests, prompts
@@ -98,21 +99,30 @@ def test_a_file_that_is_not_in_huge_pages_is_moved_there(
     is_huge: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The matrices fill more than one of the pieces in which a file is written."""
-    large, moved = {name: packed(seed, 5 << 20) for seed, name in enumerate("abc")}, list[Any]()
-    usual, looked = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    large = {name: packed(seed, 17 << 20) for seed, name in enumerate("abc")}
+    usual, looked, moved = os.getpriority(os.PRIO_PROCESS, 0), list[int](), list[tuple[int, int]]()
+
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def look(_: object) -> bool:
-        looked.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-        return is_huge
+        looked.append(priority())
+        return is_huge or bool(moved)
+
+    def move(_: int, num_bytes: int) -> bool:
+        moved.append((priority(), num_bytes))
+        return True
 
     for _ in range(2):
         cache = WeightCache(["model"], LIBRARY, MANY)
         taken = {name: cache.take(name, lambda name=name: large[name])[0] for name in large}  # type: ignore[misc]
-        monkeypatch.setattr(weight_cache, "is_in_huge_pages", look)
-        monkeypatch.setattr(weight_cache, "move_to_huge_pages", moved.append)
+        for module in (weight_cache, huge_pages):
+            monkeypatch.setattr(module, "is_in_huge_pages", look)
+        monkeypatch.setattr(huge_pages, "_replace", move)
         keep(cache)
-    assert [len(data) >= 15 << 20 for data in moved] == [True] * (not is_huge)
-    assert looked == [usual]  # a thread without a share of the CPUs would hold Python's lock
+    assert looked == [usual] * (1 if is_huge else 2)  # a thread without a share of the CPUs would hold Python's lock
+    assert [one for one, _ in moved] == ([] if is_huge else [usual, *[19] * (len(moved) - 1)])
+    assert (sum(size for _, size in moved) > 48 << 20) is not is_huge
     for name, data in taken.items():
         assert np.array_equal(data, large[name][0])
 
