@@ -187,9 +187,12 @@ def test_a_disturbance_lasts_as_long_as_it_did_whatever_runs_in_it() -> None:
     draw, done, taken = np.random.default_rng(0), 0.0, 0.0
     for _ in range(400):
         one = pace.drawn(draw)
-        assert 1.0 <= np.diff(one.taken).sum() / np.diff(one.done).sum() <= 1.5
+        assert 1.0 <= np.diff(one.taken).sum() / np.diff(one.done).sum() <= 2.0
         done, taken = done + float(one.done[-1]), taken + float(one.taken[-1])
     assert taken / done == pytest.approx(3.0 / 2.5, rel=0.01), "drawn paces are as fast as the measured one"
+    short = Pace.of(np.full(200, 5e6), draw.uniform(4e6, 6e6, 200))
+    totals = [one.taken[-1] / one.done[-1] for one in (short.drawn(draw) for _ in range(8))]
+    assert max(totals) - min(totals) > 0.005, "and differ, however short the measured one was"
 
 
 def test_noise_is_in_the_error_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_spread_runs: int) -> None:
@@ -199,7 +202,7 @@ def test_noise_is_in_the_error_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     same, fewer = report.changes
     assert report.spread["ttft_mean_ms"] > 0.3
     assert all(abs(difference) <= same.error[name] for name, difference in same.difference.items())
-    assert fewer.difference["ttft_mean_ms"] > 10 * fewer.error["ttft_mean_ms"]
+    assert fewer.difference["ttft_mean_ms"] > 5 * fewer.error["ttft_mean_ms"]
 
 
 def test_a_client_that_waits_for_its_answers_waits_in_the_simulation(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ FEATURES = (
 )
 #: Of a pace, drawn together: what disturbs a machine often lasts as long.
 STRETCH_S = 2.0
+_LEAST_STRETCHES = 8  # of one pace: those of a short run are shorter, or all its paces would be as fast
 _MAX_ROUNDS = 10 * len(FEATURES)
 
 
@@ -99,11 +100,11 @@ class Pace(NamedTuple):
     def drawn(self, draw: np.random.Generator) -> "Pace":
         """Return stretches of this pace, each from any time on: together about as long as this one."""
         total = float(self.taken[-1])
-        size = min(STRETCH_S * 1e9, total)
+        size = min(STRETCH_S * 1e9, total / _LEAST_STRETCHES)
         taken = np.concatenate([self.taken, total + self.taken[1:]])  # a stretch goes on at the beginning
         done = np.concatenate([self.done, self.done[-1] + self.done[1:]])
         pieces = list[Doubles]()
-        for first in draw.uniform(0.0, total, max(1, round(total / size))).tolist():
+        for first in draw.uniform(0.0, total, round(total / size)).tolist():
             within = slice(np.searchsorted(taken, first, "right"), np.searchsorted(taken, first + size, "left"))
             times = np.concatenate([[first], taken[within], [first + size]])
             pieces.append(np.diff([np.interp(times, taken, done), times]))
