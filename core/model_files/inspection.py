@@ -39,6 +39,7 @@ class Needs(msgspec.Struct, frozen=True):
 
     weights_as_stored: int | None  # None: whether packed matrices stay packed is only known once they are read
     weights_dequantized: int
+    matrix_weights: int  # number of weights that steps multiply with
     kv_cache_per_token: int  # of layers whose tokens see all others; a window needs no more than its length
     state_per_request: int  # of recurrent layers
 
@@ -165,6 +166,7 @@ def _needs(config: ModelConfig, tensors: Iterable[_Tensor], plan: _Plan) -> Need
     return Needs(
         weights_as_stored=None if None in packed else round(stored + sum(size or 0 for size in packed)),
         weights_dequantized=config.num_matrix_weights * BFLOAT16.itemsize if is_packed else dense,
+        matrix_weights=config.num_matrix_weights,
         kv_cache_per_token=_kv_bytes(config) if config.is_causal else 0,
         state_per_request=config.state_size * FLOAT32.itemsize,
     )

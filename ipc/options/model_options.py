@@ -113,7 +113,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "matrices in memory: stored = as in a quantized file, none = dequantized at load (no token changes), "
             "int8 = products in 8 bits (on a GPU: weights in 8 bits; changes tokens), fp8 = weights and activations "
             "are 8-bit floats (on a GPU; changes tokens); auto = stored, none or both, "
-            "whatever the CPU multiplies fastest (on a GPU: none)",
+            "which depends on the CPU and the memory (on a GPU: none)",
         ),
     ] = "auto"
     limit_mm_per_prompt: Annotated[

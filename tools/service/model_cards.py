@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from core.device import num_threads
 from core.model_files.inspection import Inspection, inspect_model
+from core.models.operations.weight_form import WeightForm, best_form
 from core.process.resolve import default_cache_bytes
 from frontend.http.many.catalog import Entry
 from frontend.http.many.messages import Card
@@ -14,6 +16,7 @@ from ipc.errors import EngineCoreError
 from ipc.files.hub_cache import find_cached
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
+from kernels.cpu.build import usable_variants, variant_of
 
 #: Bytes of an engine's process without weights and caches: Python, its libraries, activations of a step.
 PROCESS_BYTES = 256 << 20
@@ -61,9 +64,15 @@ def _in_memory(found: Inspection, config: EngineConfig) -> int:
     if found.needs is None:
         return found.file_bytes
     stored, dense = found.needs.weights_as_stored, found.needs.weights_dequantized
-    if config.dtype == "float32":
-        dense *= 2
-    return dense if stored is None or config.quantization == "none" else min(stored, dense)
+    if config.dtype == "float32" and config.quantization != "int8":
+        return 2 * dense
+    if stored is None or config.quantization == "none" or config.cpu_kernels == "torch":
+        return dense
+    if config.quantization != "auto":
+        return min(stored, dense)
+    variant = variant_of(config.cpu_kernels) or usable_variants()[0]
+    form = best_form(variant, num_threads(config), found.needs.matrix_weights)
+    return {WeightForm.STORED: stored, WeightForm.DENSE: dense, WeightForm.BOTH: stored + dense}[form]
 
 
 def _card(

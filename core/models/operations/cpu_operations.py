@@ -34,7 +34,7 @@ from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ARITHMETIC, ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
-from kernels.cpu.packed_weights import QUANTIZED, WHOLE, PackedWeights
+from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
 from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.quantized import BlockRows
 from kernels.cpu.recurrence import CpuRecurrence
@@ -229,9 +229,10 @@ class CpuOperations:
         constants: Floats | None = None,
     ) -> PackedMatrix:
         """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
-        is_gated, has_both = gate is not None, self.form is WeightForm.BOTH
-        packed = self._pack(weight, WeightForm.DENSE if has_both else self.form, is_gated=is_gated)
-        stored = self._pack(weight, WeightForm.BOTH, is_gated=is_gated) if has_both else None
+        is_gated, has_both, stored = gate is not None, self.form is WeightForm.BOTH, None
+        packed = self._pack(weight, WeightForm.STORED if has_both else self.form, is_gated=is_gated)
+        if has_both and packed.packing == QUANTIZED:
+            stored, packed = packed, self._pack(weight, WeightForm.DENSE, is_gated=is_gated)
         return PackedMatrix(
             self.library,
             packed,
@@ -241,11 +242,11 @@ class CpuOperations:
             gate=gate,
             activation=activation,
             constants=constants,
-            stored=stored if stored is not None and stored.packing == QUANTIZED else None,
+            stored=stored,
         )
 
     def _pack(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool = False) -> PackedWeights:
-        """Take the packed weight from the cache, or pack it. BOTH: the one for few rows; WHOLE if there is none."""
+        """Take the packed weight from the cache, or pack it."""
 
         def make() -> tuple[UInt8s, tuple[int, ...]]:
             packed = self._pack_now(weight, form, is_gated=is_gated)
@@ -265,12 +266,10 @@ class CpuOperations:
 
     def _pack_now(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool) -> PackedWeights:
         in_8_bits, stored = form is WeightForm.INT8, None
-        if in_8_bits or (self._dtype == BFLOAT16 and form in (WeightForm.STORED, WeightForm.BOTH)):
+        if in_8_bits or (self._dtype == BFLOAT16 and form is WeightForm.STORED):
             stored = weight.quantized(self.library, is_gated=is_gated, in_8_bits=in_8_bits)
         if stored is not None and (self._dtype == BFLOAT16 or not stored.has_whole_panels):
             return stored  # whole panels are for bfloat16
-        if form is WeightForm.BOTH:
-            return PackedWeights(np.zeros(1, np.uint8), *weight.shape, self._dtype, WHOLE, is_gated)
         numbers = weight.dense(self._dtype, self.library.brief)
         return pack(self.library, numbers, self._dtype, is_gated=is_gated, is_kept=self._is_kept)
 

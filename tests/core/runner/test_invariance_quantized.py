@@ -33,11 +33,12 @@ TYPES = {
 
 
 def quantized_weights(kind: str) -> dict[str, Weight]:
-    """The weights of the tiny model, its matrices in blocks of 32."""
+    """The weights of the tiny model, its matrices in blocks of 32: those that are listed and that blocks divide."""
     weights: dict[str, Weight] = dict(random_weights(KINDS[kind], FLOAT32))
     for name, numbers in weights.items():
-        if isinstance(numbers, np.ndarray) and numbers.ndim == 2:
-            type_name = TYPES[name.split(".")[-2]]
+        if not isinstance(numbers, np.ndarray) or numbers.ndim != 2 or numbers.shape[1] % 32:
+            continue
+        if (type_name := TYPES.get(name.split(".")[-2])) is not None:
             blocks = gguf.quantize(numbers, gguf.GGMLQuantizationType[type_name])
             weights[name] = StoredMatrix([StoredPart(type_name, blocks, numbers.shape[1])])
     return weights

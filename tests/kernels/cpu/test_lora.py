@@ -12,8 +12,10 @@ from kernels.cpu.build import runnable_variants
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
+from kernels.cpu.quantized import quantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.low_rank import LowRank, ProductShape
+from tests.kernels.cpu.test_quantized import dense, ordinary
 
 DTYPES = [FLOAT32, BFLOAT16]
 #: Parts that strips of 16 columns divide, and parts that they do not; ranks below and above a register's lanes.
@@ -112,6 +114,21 @@ def test_a_row_has_the_same_bits_among_any_others(variant: CpuLibrary, dtype: Dt
         variant.start_threads(num_threads)
         for begin, end in [(0, 400), (0, 1), (7, 8), (200, 300), (198, 203), (37, 71), (399, 400), (100, 293)]:
             assert run(slice(begin, end)).tobytes() == whole[begin:end].tobytes(), (begin, end)
+
+
+def test_a_product_of_few_rows_as_stored_has_the_same_sums(variant: CpuLibrary) -> None:
+    shape, rows = ProductShape(64, (48, 48), is_gated=True), [ordinary("Q4_0", 96, 64)]
+    stored = quantize(variant, rows, is_gated=True)
+    assert stored is not None
+    parts = CpuAdapter([shape], [parts_of(shape, BFLOAT16, 9, [8, 4])], BFLOAT16)
+    whole = PackedMatrix(variant, dense(rows), gate="silu", is_kept=True)
+    both = PackedMatrix(variant, dense(rows), gate="silu", is_kept=True, stored=stored)
+    for count in (1, 4, 5):
+        x, lora = numbers(count, 64, dtype=BFLOAT16), LoraRows(np.full(count, parts.address), parts.width)
+        assert (
+            multiply_adapted(variant, both, x, lora, 0).tobytes()
+            == multiply_adapted(variant, whole, x, lora, 0).tobytes()
+        )
 
 
 def test_a_gate_has_the_adapters_sums(variant: CpuLibrary) -> None:

@@ -256,7 +256,7 @@ static int is_spread(const Gemm *args, int64_t num_rows, int64_t panels) {
            num_rows * spread_row(args) <= SPREAD_BYTES;
 }
 
-/* A copy of a chunk's rows. A thread gets its room when it first needs it. */
+/* A copy of a chunk's rows. A thread's room is allocated with all else that the library keeps for it. */
 static _Thread_local char room[SPREAD_BYTES] __attribute__((aligned(LINE)));
 
 /* Do what multiply_chunk() does, with a copy of the chunk's rows. */

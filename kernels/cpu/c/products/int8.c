@@ -240,7 +240,7 @@ enum { NOT_PAIRED = -1 };
 enum { ROOM = MOST_BLOCKS / 2 };
 _Static_assert(ROOM >= MOST_ROWS / 2 * SLICE_GROUPS, "a slice of all rows fits");
 
-/* A thread gets its room when it first needs it. */
+/* A thread's room is allocated with all else that the library keeps for it. */
 static _Thread_local PairedBlock room[ROOM];
 
 /* Have the rows of some work in pairs: those from `row` on, an even number from the chunk's first one. */

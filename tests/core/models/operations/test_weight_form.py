@@ -1,10 +1,8 @@
 """The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from core.executors.local import usual_dtype
@@ -16,7 +14,7 @@ from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from kernels.cpu.gemm import PackedMatrix
-from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.library import load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
@@ -28,7 +26,7 @@ from tools.lab.bench.tiny_model import write_tiny_model
 @pytest.mark.parametrize(
     ("variant", "num_threads", "form"),
     [
-        ("avx512bf16", 1, WeightForm.BOTH),
+        ("avx512bf16", 1, WeightForm.DENSE),
         ("avx512bf16", 2, WeightForm.BOTH),
         ("avx512bf16", 3, WeightForm.STORED),
         ("avx512", 1, WeightForm.STORED),
@@ -37,8 +35,7 @@ from tools.lab.bench.tiny_model import write_tiny_model
     ],
 )
 def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_threads: int, form: WeightForm) -> None:
-    library = cast(CpuLibrary, SimpleNamespace(variant=variant, num_threads=num_threads))
-    assert best_form(library, KINDS["plain"]) is form
+    assert best_form(variant, num_threads, KINDS["plain"].num_matrix_weights) is form
 
 
 @pytest.mark.parametrize(
@@ -47,17 +44,23 @@ def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_thr
 def test_what_would_fill_the_memory_stays_as_stored(
     bytes_per_weight: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = cast(CpuLibrary, SimpleNamespace(variant="avx512bf16", num_threads=1))
-    memory = KINDS["plain"].num_matrix_weights * bytes_per_weight
-    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: memory)
-    assert best_form(library, KINDS["plain"]) is form
+    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: 1000 * bytes_per_weight)
+    assert best_form("avx512bf16", 2, 1000) is form
 
 
-def test_an_encoder_has_one_form() -> None:
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
+def test_what_pools_has_one_form(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It rarely multiplies few rows."""
-    library = cast(CpuLibrary, SimpleNamespace(variant="avx512bf16", num_threads=1))
-    config = msgspec.structs.replace(KINDS["plain"], encoder=cast(Any, "any"))
-    assert best_form(library, config) is WeightForm.DENSE
+    write_tiny_model(tmp_path)
+    asked = list[bool]()
+
+    def choose(*_: Any, has_few_rows: bool) -> WeightForm:
+        asked.append(has_few_rows)
+        return WeightForm.STORED
+
+    monkeypatch.setattr("core.model_files.loading.best_form", choose)
+    load_model(tmp_path, BFLOAT16, EngineConfig(model=str(tmp_path), runner=runner, threads=1))
+    assert asked == [runner == "generate"]
 
 
 @pytest.mark.parametrize(
@@ -82,15 +85,16 @@ def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
             usual_dtype(tmp_path, "mmproj.gguf")
 
 
-def test_dequantized_at_load_the_bits_are_those_as_stored() -> None:
+@pytest.mark.parametrize("kind", ["plain", "experts", "latent attention"])
+def test_dequantized_at_load_the_bits_are_those_as_stored(kind: str) -> None:
     library = load_cpu_library()
     forms = {
-        form: Llama(KINDS["plain"], quantized_weights("plain").items(), BFLOAT16, library=library, form=form)
+        form: Llama(KINDS[kind], quantized_weights(kind).items(), BFLOAT16, library=library, form=form)
         for form in (WeightForm.STORED, WeightForm.DENSE, WeightForm.BOTH)
     }
-    downs = [cast(PackedMatrix, model.layers[0].products["down"]) for model in forms.values()]
-    assert [down.packing == QUANTIZED for down in downs] == [True, False, False]
-    assert [bool(down.arguments.stored) for down in downs] == [False, False, True]
+    outs = [cast(PackedMatrix, model.layers[0].products["o"]) for model in forms.values()]
+    assert [out.packing == QUANTIZED for out in outs] == [True, False, False]
+    assert [bool(out.arguments.stored) for out in outs] == [False, False, True]
     expected = forms.pop(WeightForm.STORED)
     for model in forms.values():
         assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
