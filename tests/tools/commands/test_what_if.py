@@ -70,12 +70,13 @@ def record(
     arrivals: list[Arrival],
     noise: float = 0.0,
     slowness: Callable[[int], float] = lambda _: 1.0,
+    seed: int = 4,
 ) -> None:
     """Capture a run whose steps take as long as LAW says, and up to `noise` times as long again.
 
     slowness: the factor on steps that begin at this time.
     """
-    rng, records = random.Random(4), list[Input | Step]()
+    rng, records = random.Random(seed), list[Input | Step]()
     executor, watcher = FakeExecutor(config), FeatureWatcher()
     executor.initialize_cache(config)
 
