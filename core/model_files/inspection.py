@@ -39,9 +39,10 @@ class Needs(msgspec.Struct, frozen=True):
 
     weights_as_stored: int | None  # None: whether packed matrices stay packed is only known once they are read
     weights_dequantized: int
-    matrix_weights: int  # number of weights that steps multiply with
     kv_cache_per_token: int  # of layers whose tokens see all others; a window needs no more than its length
     state_per_request: int  # of recurrent layers
+    weights_quantized: int = 0  # as stored: of those that could be dequantized
+    matrix_weights: int = 0  # number of weights that steps multiply with
 
 
 class Inspection(msgspec.Struct, frozen=True):
@@ -154,21 +155,23 @@ def _needs(config: ModelConfig, tensors: Iterable[_Tensor], plan: _Plan) -> Need
     is_packed = config.packing != "none"
     if is_packed:
         tensors = [(each.type, each.shape, 0) for each in plan.values() if isinstance(each, StoredTensor)]
-    stored, dense = 0.0, 0
+    stored, quantized, dense = 0.0, 0.0, 0
     for name, shape, _ in tensors:
         count = math.prod(shape)
         if len(shape) == 1:
             stored, dense = stored + count * FLOAT32.itemsize, dense + count * FLOAT32.itemsize
             continue
-        stored += count * bits_in_memory(name) / 8 if _is_quantized(name) else count * BFLOAT16.itemsize
+        num_bytes = count * bits_in_memory(name) / 8 if _is_quantized(name) else count * BFLOAT16.itemsize
+        stored, quantized = stored + num_bytes, quantized + num_bytes * _is_quantized(name)
         dense += count * BFLOAT16.itemsize
     packed = [_packed_bytes(each) for each in plan.values() if isinstance(each, PackedTensor)]
     return Needs(
         weights_as_stored=None if None in packed else round(stored + sum(size or 0 for size in packed)),
         weights_dequantized=config.num_matrix_weights * BFLOAT16.itemsize if is_packed else dense,
-        matrix_weights=config.num_matrix_weights,
         kv_cache_per_token=_kv_bytes(config) if config.is_causal else 0,
         state_per_request=config.state_size * FLOAT32.itemsize,
+        weights_quantized=round(quantized + sum(size or 0 for size in packed)),
+        matrix_weights=config.num_matrix_weights,
     )
 
 

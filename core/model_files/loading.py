@@ -106,12 +106,13 @@ def load_model(
         _check_kernels(path, config, library, model_config)
         if library is None or config.numerics == "L0":
             start_torch(config)
-        form = _weight_form(config, path, model_config, library)
+        is_pooled = pools(config, path, model_config)
+        form = _weight_form(config, model_config, library, generates=not is_pooled)
         reads = stage.reads(model_config) if stage is not None else lambda name: True
         weights = open_weights(config.load_format, path, model_config, dtype, library, reads)
         cache = _weight_cache(path, dtype, config, library, form, weights.fingerprint, rank, stage)
         native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage, cache)
-        has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
+        has_pooler = is_pooled and (stage is None or stage.is_last)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
         vision, sees_all = None, not model_config.is_causal
         if native.library is not None and native.reads_features:
@@ -168,7 +169,7 @@ def load_update(
         else:
             opened = load_weights(path, model.config, dtype, library)
         weights = CheckedWeights(path or own, opened)
-        tensors, form = iter(weights), _weight_form(config, path or own, model.config, library)
+        tensors, form = iter(weights), _weight_form(config, model.config, library, generates=True)
         changed = _native(model.config, tensors, dtype, config, library, form, None, None)
         for _ in tensors:  # up to the check at the end
             pass
@@ -401,7 +402,9 @@ def _with_projector(fingerprint: str, projector: Path | None) -> str:
     return hashlib.sha256(f"{fingerprint} {model_fingerprint(projector)}".encode()).hexdigest()
 
 
-def _weight_form(config: EngineConfig, path: Path, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:
+def _weight_form(
+    config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None, *, generates: bool
+) -> WeightForm:
     """Return the form of matrices in memory. Errors: ConfigError if it needs C kernels and there are none."""
     if config.quantization == "none":
         return WeightForm.DENSE
@@ -412,7 +415,6 @@ def _weight_form(config: EngineConfig, path: Path, model_config: ModelConfig, li
             f"quantization={config.quantization!r} needs the C kernels, at numerics level L2: use quantization='none'"
         )
     if config.quantization == "auto":
-        generates = model_config.encoder is None and not pools(config, path, model_config)
         num_weights = model_config.num_matrix_weights
         return best_form(library.variant, library.num_threads, num_weights, has_few_rows=generates)
     return WeightForm.STORED if config.quantization == "stored" else WeightForm.INT8

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from core.device import num_threads
 from core.model_files.inspection import Inspection, inspect_model
 from core.models.operations.weight_form import WeightForm, best_form
 from core.process.resolve import default_cache_bytes
@@ -15,6 +14,7 @@ from frontend.http.many.messages import Card
 from ipc.errors import EngineCoreError
 from ipc.files.hub_cache import find_cached
 from ipc.files.model_files import resolve_model
+from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
 from kernels.cpu.build import usable_variants, variant_of
 
@@ -63,16 +63,19 @@ def _weights(path: Path, config: EngineConfig) -> tuple[int, Inspection]:
 def _in_memory(found: Inspection, config: EngineConfig) -> int:
     if found.needs is None:
         return found.file_bytes
-    stored, dense = found.needs.weights_as_stored, found.needs.weights_dequantized
+    needs = found.needs
+    stored, dense = needs.weights_as_stored, needs.weights_dequantized
     if config.dtype == "float32" and config.quantization != "int8":
         return 2 * dense
-    if stored is None or config.quantization == "none" or config.cpu_kernels == "torch":
+    if stored is None or config.quantization == "none" or config.cpu_kernels == "torch" or config.numerics == "L0":
         return dense
     if config.quantization != "auto":
         return min(stored, dense)
-    variant = variant_of(config.cpu_kernels) or usable_variants()[0]
-    form = best_form(variant, num_threads(config), found.needs.matrix_weights)
-    return {WeightForm.STORED: stored, WeightForm.DENSE: dense, WeightForm.BOTH: stored + dense}[form]
+    generates = config.runner != "pooling" and needs.kv_cache_per_token + needs.state_per_request > 0
+    variant, threads = variant_of(config.cpu_kernels) or usable_variants()[0], config.threads or usable_cpus()
+    form = best_form(variant, threads, needs.matrix_weights, has_few_rows=generates)
+    both = dense + needs.weights_quantized
+    return {WeightForm.STORED: stored, WeightForm.DENSE: dense, WeightForm.BOTH: both}[form]
 
 
 def _card(

@@ -1,5 +1,6 @@
 """What a model of `serve --models` takes in memory, in each form of its weights."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from core.model_files.inspection import inspect_model
 from core.models.operations.weight_form import WeightForm
 from frontend.http.many.catalog import entry_of
 from ipc.files.model_files import resolve_model
+from tools.lab.bench.tiny_model import write_tiny_model
 from tools.service import model_cards
 from tools.service.model_cards import card_of
 
@@ -28,9 +30,26 @@ from tools.service.model_cards import card_of
 def test_the_weights_count_in_the_forms_that_an_engine_keeps(
     options: dict[str, Any], form: WeightForm, num_stored: int, num_dense: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_cards, "best_form", lambda *_: form)
+    monkeypatch.setattr(model_cards, "best_form", lambda *_, **__: form)
     needs = inspect_model(resolve_model(None)).needs
     assert needs is not None
     assert needs.weights_as_stored is not None
     card = card_of(entry_of("one", {"model": str(resolve_model(None)), **options}), 8 << 30)
-    assert card.weight_bytes == num_stored * needs.weights_as_stored + num_dense * needs.weights_dequantized
+    stored = needs.weights_quantized if form is WeightForm.BOTH and num_dense else needs.weights_as_stored
+    assert 0.99 < needs.weights_quantized / needs.weights_as_stored < 1
+    assert card.weight_bytes == num_stored * stored + num_dense * needs.weights_dequantized
+
+
+def test_plain_weights_and_those_of_a_model_that_pools_have_one_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def both(*_: object, has_few_rows: bool) -> WeightForm:
+        return WeightForm.BOTH if has_few_rows else WeightForm.DENSE
+
+    monkeypatch.setattr(model_cards, "best_form", both)
+    write_tiny_model(tmp_path)
+    for model, options in ((tmp_path, {}), (resolve_model(None), {"runner": "pooling"})):
+        needs = inspect_model(model).needs
+        assert needs is not None
+        card = card_of(entry_of("one", {"model": str(model), **options}), 8 << 30)
+        assert card.weight_bytes == needs.weights_dequantized

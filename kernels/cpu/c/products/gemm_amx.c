@@ -12,7 +12,7 @@ enum { SLAB_BYTES = AMX_DEPTH / 2 * STEP_BYTES };         /* weights of AMX_DEPT
 enum { ROOM_BYTES = 640 << 10, RING_SLABS = 8, AHEAD = 2 }; /* AHEAD: slabs unpacked before the one multiplied */
 enum { PREFETCH_BYTES = 2048 };
 
-/* Unpacked weights. A thread gets its room when it first needs it. */
+/* Unpacked weights. A thread's room is allocated with all else that the library keeps for it. */
 static _Thread_local char room[ROOM_BYTES] __attribute__((aligned(64)));
 
 /* Some rows and what is multiplied with them. */

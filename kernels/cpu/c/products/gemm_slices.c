@@ -177,7 +177,7 @@ static void add_slice(const Gemm *args, int64_t panel, int64_t begin, int64_t en
 
 /* Multiply at most MOST_ROWS rows with at most SLICE_PANELS panels. */
 static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t first, int64_t last) {
-    _Alignas(64) float sums[SLICE_PANELS][MOST_ROWS * PANEL_COLUMNS], room[MOST_ROWS * DEPTH];
+    _Alignas(64) float sums[SLICE_PANELS][MOST_ROWS * PANEL_COLUMNS], room[BY_PAIRS ? 1 : MOST_ROWS * DEPTH];
     for (int64_t panel = first; panel < last; panel++)
         memset(sums[panel - first], 0, num_rows * PANEL_COLUMNS * sizeof(float));
     for (int64_t k = 0; k < args->depth; k += DEPTH) {
