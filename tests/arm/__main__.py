@@ -48,7 +48,7 @@ def say(python: Path, folder: Path, cpu: str, case: tuple[str, ...]) -> dict[str
     """Return what tests/arm/demo.py finds with the installed wheel: case is its arguments.
 
     A run takes up to an hour on a busy machine, so what a wheel said is kept. Its folder for sockets is its own, since
-    engines that start remove addresses on which nothing has listened for a minute.
+    engines that start remove addresses on which nothing has listened for ten minutes.
     """
     kept = folder / "said" / f"{wheel.installed_digest(folder)}-{cpu}-{'-'.join(case)}.json"
     if not kept.exists():
