@@ -58,10 +58,14 @@ INLINE Signed zeros_of_block(const LoadedBlock *x, const int half, const int typ
 
 /* Add the products of codes with a lane of x. in_place: of many sums that begin with zeros of x, GCC 12 would copy some. */
 INLINE Signed add_codes(Signed sum, const Words codes, const Words x, const int lane, const int in_place) {
+#if defined(__GNUC__) && !defined(__clang__) /* which needs a number for "i" before it unrolls loops */
     if (in_place) {
         __asm__("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(codes), "w"(x), "i"(lane));
         return sum;
     }
+#else
+    (void)in_place;
+#endif
     const int32x4_t before = (int32x4_t)sum;
     const int8x16_t left = (int8x16_t)codes, right = (int8x16_t)x;
     switch (lane) {
