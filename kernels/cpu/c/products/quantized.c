@@ -8,8 +8,9 @@ enum { FEW_ROWS = QUANTIZED_FEW_ROWS };
 /* Depth of a converted slice of x: whole heads. */
 enum { SLICE_DEPTH = GROUP * MAX_GROUPS };
 
-/* Prefetch distance: the hardware's own prefetch ends at each page. */
-enum { PREFETCH_BYTES = 4096 };
+/* Prefetch distances: the hardware's own prefetch ends at each page. Bytes are read so fast that they would fill the first
+ * level cache's queue of misses; they come to the second level cache. */
+enum { PREFETCH_BYTES = 4096, FAR_PREFETCH_BYTES = 16384 };
 
 /* Groups [first, last) of a panel, and what is done with their weights. */
 typedef struct {
@@ -97,7 +98,7 @@ INLINE void store_two(char *out, const int i, const int v, const Two two) {
 /* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight adjacent
  * weights along the depth with `rows` rows, or unpack them to `out` if there are none. */
 INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *work, const char *codes, const char *x,
-                          char *out, const Scales *scales, const OwnParts *own, const int first, const int r,
+                          char *out, Scales scales[][2], const OwnParts *own, const int first, const int r,
                           const int vectors, const int rows, const int type) {
     RowCodes row[PANEL_VECTORS];
     out += first * VECTOR_BYTES + r * (8 * STEPS_OF_TWO / 2 * STEP_BYTES);
@@ -111,7 +112,7 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
     for (int i = 0; i < 8; i += 2)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
-            const Two two = two_weights(codes, &row[v], own, first + v, r, i, &scales[v], type);
+            const Two two = two_weights(codes, &row[v], own, first + v, r, i, scales[v], type);
             if (rows)
                 multiply_two(sums[v], &eight, i, two, rows);
             else
@@ -133,11 +134,15 @@ INLINE void work_on_vectors(const Groups *work, const int first, const int vecto
         for (int row = 0; row < rows; row++) sums[v][row] = load_floats(at + row * ROW_BYTES + v * VECTOR_BYTES);
     for (int64_t g = work->first; g < work->last; g++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-        Scales scales[PANEL_VECTORS];
+        Scales scales[PANEL_VECTORS][2];
         if (first == 0)
-            for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
+            for (int line = 0; line < layout.group_bytes; line += 64)
+                if (has_lane_pairs(type))
+                    __builtin_prefetch(group + FAR_PREFETCH_BYTES + line, 0, 2);
+                else
+                    __builtin_prefetch(group + PREFETCH_BYTES + line);
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) scales[v] = load_scales(head, group, first + v, own.unit, type);
+        for (int v = 0; v < vectors; v++) load_lane_scales(scales[v], head, group, first + v, own.unit, type);
 #pragma GCC unroll 1
         for (int r = 0; r < GROUP / 8; r++)
             work_on_words(sums, work, group + layout.scale_bytes, x, out, scales, &own, first, r, vectors, rows, type);

@@ -94,7 +94,22 @@ INLINE Floats look_up_float(const float table[16], const Words places) {
 }
 #endif
 
-/* Scales of the columns of a vector. Those of types with halves have one for each half of a group. */
+/* Whether a type's zero is taken off together with its scale: code * scale - zero * scale, where both products are exact. With
+ * AVX512_BF16 it is (2**15 + code) * scale - (2**15 + zero) * scale, so only of types whose scales are float16 numbers: then
+ * the second product has at most 24 bits. */
+INLINE int has_scaled_zero(const int type) {
+#if defined(__AVX512BF16__)
+    return BLOCK_TYPES[type].scales == FLOATS && !has_minimum(type) && !has_levels(type);
+#elif defined(__AVX512F__) || defined(WITH_NEON) /* where the shifts that this needs take as long */
+    (void)type;
+    return 0;
+#else
+    return BLOCK_TYPES[type].zero_bits && !has_wide_scales(type) && type != Q8_0;
+#endif
+}
+
+/* Scales of the columns of a vector. Those of types with halves have one for each half of a group. A scaled zero is a
+ * minimum; with AVX512_BF16 the two are for codes at bit 8 and at bit 12 of a word. */
 typedef struct {
     Floats scale[2], minimum[2];
 } Scales;
@@ -176,6 +191,14 @@ INLINE Scales load_scales(const char *head, const char *group, const int v, cons
         loaded.scale[1] = loaded.scale[0];
         loaded.minimum[1] = loaded.minimum[0];
     }
+    if (!has_scaled_zero(type)) return loaded;
+#if defined(__AVX512BF16__)
+    loaded.minimum[0] = loaded.scale[0] * -(float)((1 << 15) + zero_of(type));
+    loaded.minimum[1] = loaded.scale[0] * -(float)((1 << 11) + zero_of(type));
+#else
+    loaded.minimum[0] = loaded.scale[0] * -(float)zero_of(type);
+    loaded.minimum[1] = loaded.scale[1] * -(float)zero_of(type);
+#endif
     return loaded;
 }
 
@@ -211,6 +234,10 @@ INLINE Floats number_of_code(const Words low, const Words high, const int i, con
         if (planes & ONES) bits = masked(half << (2 + i % 2), 4u << place, bits);
         return above_power(bits, place, zero);
     }
+    if (has_scaled_zero(type)) {
+        const int to = i % 2 ? 12 : 8;
+        return (Floats)masked(moved(low, 4 * i, to), 15u << to, all_words(power_for(to)));
+    }
     const int place = i % 4 * 4;
     return above_power(masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place))), place, zero);
 #else
@@ -219,7 +246,7 @@ INLINE Floats number_of_code(const Words low, const Words high, const int i, con
     if (planes & ONES) code |= moved(high, i / 2 * 8 + i % 2, above) & (1u << above);
     if (fours && planes & TWOS) code |= moved(high, i / 2 * 8 + i % 2 * 2, 4) & 48;
     const Floats number = __builtin_convertvector((Signed)code, Floats);
-    return zero ? number - (float)zero : number;
+    return zero && !has_scaled_zero(type) ? number - (float)zero : number;
 #endif
 }
 
@@ -232,8 +259,9 @@ INLINE Words load_plane(const char *codes, const int v, const int r, const int p
 }
 
 /* A row's codes: their lower and upper bits. Of BYTES, of codes that have been looked up and, with AVX-512, of five and six
- * bits, the row's two steps. With 16 lanes levels are looked up as floats (unrounded_weight()). With NEON all types but
- * those with levels that are floats have the row's two steps, whose zero is taken off. */
+ * bits, the row's two steps; with AVX512_BF16 these take turns in the lanes (has_lane_pairs()). With 16 lanes levels are
+ * looked up as floats (unrounded_weight()). With NEON all types but those with levels that are floats have the row's two
+ * steps, whose zero is taken off. */
 typedef struct {
     Words low, high;
 } RowCodes;
@@ -292,6 +320,33 @@ INLINE int are_bytes(const int type) {
 #endif
 }
 
+/* Whether the two steps of a row take turns in the lanes of RowCodes: `low` has those of a vector's first eight columns and
+ * `high` those of the last. Then what the two become is rounded to pairs that are in their places. */
+INLINE int has_lane_pairs(const int type) {
+#if defined(__AVX512BF16__)
+    return type != WHOLE_PANEL && planes_of(type) == BYTES;
+#else
+    (void)type;
+    return 0;
+#endif
+}
+
+#if defined(__AVX512BF16__)
+/* Return the lanes of a vector's first or last eight columns, each twice. */
+INLINE Floats in_lane_pairs(const Floats columns, const int is_last) {
+    const __m512i lanes = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return (Floats)_mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(8 * is_last)), (__m512)columns);
+}
+
+/* Return two steps in turns. */
+INLINE RowCodes steps_in_turns(const RowCodes steps) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i last = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    return (RowCodes){(Words)_mm512_permutex2var_epi32((__m512i)steps.low, first, (__m512i)steps.high),
+                      (Words)_mm512_permutex2var_epi32((__m512i)steps.low, last, (__m512i)steps.high)};
+}
+#endif
+
 #if defined(__AVX512F__)
 /* Return a row's steps from the nibbles of its words and from the bits above them, of which a byte has those of both steps.
  * Bits above a code are others' bits. */
@@ -304,7 +359,25 @@ INLINE RowCodes joined(const Words nibbles, const Words above, const int bits_ab
 }
 #endif
 
-INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
+/* Load the scales of vector v as two_weights() takes them: with pairs in lanes, one for each half of the columns. */
+INLINE void load_lane_scales(Scales scales[2], const char *head, const char *group, const int v, const float unit,
+                             const int type) {
+    scales[0] = load_scales(head, group, v, unit, type);
+#if defined(__AVX512BF16__)
+    if (!has_lane_pairs(type)) return;
+    const Scales columns = scales[0];
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            scales[part].scale[half] = in_lane_pairs(columns.scale[half], part);
+            scales[part].minimum[half] = in_lane_pairs(columns.minimum[half], part);
+        }
+#endif
+}
+
+/* Load row r of a group's codes as they are stored, or as steps. */
+INLINE RowCodes load_stored_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
     RowCodes row = {{0}, {0}};
     if (type == WHOLE_PANEL) return row;
     const int planes = planes_of(type);
@@ -321,24 +394,34 @@ INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Ta
     if (planes & ONES) row.high = load_plane(codes, v, r, ONES, planes);
     if (planes == (FOURS | TWOS)) row.high = load_plane(codes, v, r, TWOS, planes);
 #if defined(__AVX512F__)
-    if (planes != BYTES && are_bytes(type)) return joined(row.low, row.high, planes & TWOS ? 2 : 1);
+    if (are_bytes(type)) return joined(row.low, row.high, planes & TWOS ? 2 : 1);
 #endif
     return row;
 }
 
-/* Return byte i / 2 of each word of a step as a number; of Q8_0 it has a sign. Of FP8 it is 2 ** -120 of that, a subnormal
- * number if E4M3's is: then a product is right too, but slower on some CPUs. */
+INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
+    const RowCodes row = load_stored_codes(codes, v, r, levels, type);
+#if defined(__AVX512BF16__)
+    if (has_lane_pairs(type)) return steps_in_turns(row);
+#endif
+    return row;
+}
+
+/* Return byte i / 2 of each word of a step as a number; of Q8_0 it has a sign. If its zero is scaled, that is still added,
+ * and with AVX512_BF16 2**15 is. Of FP8 it is 2 ** -120 of that, a subnormal number if E4M3's is: then a product is right too,
+ * but slower on some CPUs. */
 INLINE Floats number_of_byte(const Words step, const int i, const int type) {
     if (is_e4m3(type)) return float_bits_of_e4m3(step, i / 2 * 8);
 #if defined(__AVX512F__)
-    const int place = i / 2 % 2 * 8;
-    const int planes = planes_of(type);
-    const uint32_t sign = type == Q8_0 ? 128u << place : 0, mask = planes == BYTES ? 255 : planes & TWOS ? 63 : 31;
-    const Words bits = masked(i < 4 ? step : step >> 16, mask << place, all_words(power_for(place) | sign));
-    return above_power(bits, place, zero_of(type));
+    const int planes = planes_of(type), place = has_scaled_zero(type) ? 8 : i / 2 % 2 * 8;
+    const uint32_t sign = type == Q8_0 ? 128u << place : 0;
+    const uint32_t mask = planes == BYTES ? 255 : planes & TWOS ? 63 : planes & ONES ? 31 : 15;
+    const Words bits = masked(moved(step, i / 2 * 8, place), mask << place, all_words(power_for(place) | sign));
+    return has_scaled_zero(type) ? (Floats)bits : above_power(bits, place, zero_of(type));
 #else
     if (type == Q8_0) return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
-    return __builtin_convertvector((Signed)(step >> i / 2 * 8 & 255), Floats) - (float)zero_of(type);
+    const Floats number = __builtin_convertvector((Signed)(step >> i / 2 * 8 & 255), Floats);
+    return has_scaled_zero(type) ? number : number - (float)zero_of(type);
 #endif
 }
 
@@ -367,15 +450,21 @@ INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const
     else
         number = number_of_code(codes->low, codes->high, i, type);
     (void)own;
-    if (has_minimum(type)) return multiply_add(number, scales->scale[half], scales->minimum[half]);
-    return number * scales->scale[half];
+#if defined(__AVX512BF16__)
+    const int minimum = has_scaled_zero(type) && planes_of(type) == FOURS ? i % 2 : half;
+#else
+    const int minimum = half;
+#endif
+    if (!has_minimum(type) && !has_scaled_zero(type)) return number * scales->scale[half];
+    return multiply_add(number, scales->scale[half], scales->minimum[minimum]);
 }
 
-/* Round weights to bfloat16 and return them as pairs. */
+/* Round weights to bfloat16 and return them as pairs: `even` and `odd` are a pair's, or the first and the last eight
+ * columns with two lanes for a pair (has_lane_pairs()). */
 INLINE Words pairs_of(const Floats even, const Floats odd, const int type) {
 #if defined(__AVX512BF16__)
-    (void)type;
     const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    if (has_lane_pairs(type)) return (Words)halves;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i places = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16));
     return (Words)_mm512_permutexvar_epi16(places, halves);
@@ -395,9 +484,9 @@ typedef struct {
     Words steps[STEPS_OF_TWO];
 } Two;
 
-/* Return the weights at places 8 r + i and 8 r + i + 1 of the group. */
+/* Return the weights at places 8 r + i and 8 r + i + 1 of the group. scales: as load_lane_scales() gives them. */
 INLINE Two two_weights(const char *codes, const RowCodes *row, const OwnParts *own, const int v, const int r, const int i,
-                       const Scales *scales, const int type) {
+                       const Scales scales[2], const int type) {
     Two two;
     if (type == WHOLE_PANEL) {
         const Words pairs = load_words(codes + (8 * r + i) / 2 * ROW_BYTES + v * VECTOR_BYTES);
@@ -405,8 +494,8 @@ INLINE Two two_weights(const char *codes, const RowCodes *row, const OwnParts *o
         if (!BY_PAIRS) two.steps[STEPS_OF_TWO - 1] = pairs & 0xffff0000;
         return two;
     }
-    const Floats even = unrounded_weight(row, own, r, i, scales, type);
-    const Floats odd = unrounded_weight(row, own, r, i + 1, scales, type);
+    const Floats even = unrounded_weight(row, own, r, i, &scales[0], type);
+    const Floats odd = unrounded_weight(row, own, r, i + 1, &scales[has_lane_pairs(type)], type);
     if (BY_PAIRS) {
         two.steps[0] = pairs_of(even, odd, type);
     } else {
