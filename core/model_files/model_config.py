@@ -85,8 +85,6 @@ MISSING_PARTS: dict[str, str] = {
     "Kimi_K25ForConditionalGeneration": f"{_ENCODER} latent attention under its names",
     "Step3p7ForConditionalGeneration": f"{_ENCODER} layers with other numbers of heads",
     "MuseGlimmerForConditionalGeneration": f"{_ENCODER} normalised embeddings",
-    "EmbeddingGemma2Model": f"{_ENCODER} inputs of single layers without a table of tokens, for the whole prompt",
-    "EmbeddingGemma2TextModel": "inputs of single layers without a table of tokens, for the whole prompt",
     "DiffusionGemmaForBlockDiffusion": "decoding of whole blocks by diffusion",
 }
 

@@ -74,12 +74,13 @@ def _decoder_pooler(config: EngineConfig, path: Path, model: Llama, whole: Model
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation="sigmoid")
     if path.suffix == ".gguf":
         return Pooler(_gguf_method(path, "last"), hidden_size)
+    projection = () if (own := model.to_embedding) is None else (Dense(to_floats(own).astype(np.float64), None),)
     if (path / "modules.json").is_file():
         if (tokens := _logit_score(path, whole.vocab_size)) is None:
-            return _from_modules(path, hidden_size)
+            return _from_modules(path, hidden_size, projection)
         weight = _difference(config, path, model, whole, tokens)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, 1))
-    return Pooler("last", hidden_size)
+    return Pooler("last" if model.config.is_causal else "mean", hidden_size, projection)
 
 
 def _gguf_type(path: Path) -> object:
@@ -116,7 +117,11 @@ def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
     return Pooler(parts.head_pooling, config.hidden_size, classifier=layers, activation=activation, is_whole=True)
 
 
-def _from_modules(path: Path, hidden_size: int) -> Pooler:
+def _from_modules(path: Path, hidden_size: int, projection: tuple[Dense, ...] = ()) -> Pooler:
+    """Return the pooling of modules.json. Errors: ModelFileError, UnsupportedModelError.
+
+    projection: what the model multiplies its hidden states with; (): nothing. Here the pooled states are multiplied.
+    """
     method: Method | None = None
     layers: list[Dense] = []
     normalises = False
@@ -137,12 +142,14 @@ def _from_modules(path: Path, hidden_size: int) -> Pooler:
                 )
     if method is None:
         raise UnsupportedModelError(f"{path}/modules.json: there is no Pooling")
-    width = hidden_size
+    if projection and method == "max":
+        raise UnsupportedModelError(f"{path}: pooling 'max' is not supported for a model that projects its embeddings")
+    width = len(projection[0].weight) if projection else hidden_size
     for layer in layers:
         if layer.weight.shape[1] != width:
             raise ModelFileError(f"{path}: a Dense takes {layer.weight.shape[1]} numbers but gets {width}")
         width = len(layer.weight)
-    return Pooler(method, hidden_size, tuple(layers), normalises)
+    return Pooler(method, hidden_size, (*projection, *layers), normalises)
 
 
 def _modules(path: Path) -> list[tuple[str, Path]]:

@@ -104,7 +104,7 @@ class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of inputs that each layer has for each token (kernels/cpu/c/layers/per_layer.h)."""
 
     width: int
-    vocab_size: int  # tokens that have such inputs: at least those of the model
+    vocab_size: int  # tokens with rows of the table; 0 = there is none: inputs follow from the embeddings alone
     given_id: int = 0  # the token whose rows of the table the tokens of images have
     #: Of some layers of a model: how many come before them, and how many the table has; 0 = those of the config.
     first_layer: int = 0
@@ -215,6 +215,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     has_head: bool = True  # computes logits; without a head the model only pools
     num_labels: int = 0  # for a classifier of prompts, with weight score.weight; 0 = none
+    embedding_size: int = 0  # of the matrix that a pooled state is multiplied with; 0 = there is none
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
     sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens
@@ -329,9 +330,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_caches(self) -> int:
-        """Number of the layers that have K and V. Where a step computes whole prompts, all use those of one."""
+        """Number of the layers that have K and V.
+
+        If a step computes whole prompts, all layers with heads of one size use those of one.
+        """
         if not self.is_causal:
-            return 1
+            return len(self.head_sizes)
         return self.num_hidden_layers - len(self.recurrent_layers) - self.num_shared_layers
 
     @property
@@ -378,6 +382,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.full_heads
         return HeadSizes(self.num_key_value_heads, self.head_dim)
 
+    @property
+    def head_sizes(self) -> tuple[HeadSizes, ...]:
+        """Return the different sizes of the layers' heads, by their first layers."""
+        return tuple(dict.fromkeys(map(self.heads_of, range(self.num_hidden_layers))))
+
     def value_form(self, layer: int) -> ValueForm:
         """Return what V of the layer is."""
         if layer >= self.num_hidden_layers - self.num_shared_layers:
@@ -398,7 +407,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.lent_places is not None:
             return self.lent_places[layer in self.sliding_layers]
         if not self.is_causal:
-            return 0
+            return self.head_sizes.index(self.heads_of(layer))
         layer = self.source_of(layer)
         if self.recurrent is None:
             return layer

@@ -69,16 +69,16 @@ def per_layer_inputs(
     """Build the inputs of single layers; None for a model without any.
 
     The projection is divided by the square root of hidden_size before its norm: that is, the norm's eps is multiplied
-    by hidden_size. The sum of both parts is divided by the square root of 2.
+    by hidden_size. If there is a table, the sum of both parts is divided by the square root of 2.
     """
-    if config.per_layer is None:
+    if (own := config.per_layer) is None:
         return None
-    table = parts.take_matrix("model.embed_tokens_per_layer.weight")
-    projection, own = parts.take_matrix("model.per_layer_model_projection.weight"), config.per_layer
+    table = parts.take_matrix("model.embed_tokens_per_layer.weight") if own.vocab_size else None
+    projection = parts.take_matrix("model.per_layer_model_projection.weight")
     if own.row_layers:
         first = own.first_layer * own.width
         projection = projection.rows(first, first + config.num_hidden_layers * own.width)
-    norm, half = parts.take("model.per_layer_projection_norm.weight"), 0.5**0.5
+    norm, half = parts.take("model.per_layer_projection_norm.weight"), 1.0 if table is None else 0.5**0.5
     scale = _rounded_root(own.width, dtype) * half
     eps = config.rms_norm_eps * config.hidden_size
     assert isinstance(operations, LayerwiseOperations), type(operations)
@@ -143,6 +143,8 @@ class Llama:
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
         self.classifier: Numbers | None = None  # [labels, hidden]; for a classifier of prompts
+        #: [n, hidden], by which final hidden states are multiplied; None = they are embeddings themselves.
+        self.to_embedding: Numbers | None = None
         head = self._build_begin(parts)
         self.per_layer = per_layer_inputs(operations, parts, config, dtype)
         self.streams = self._build_streams(parts)
@@ -187,6 +189,8 @@ class Llama:
             weight = parts.take_matrix("lm_head.weight")
             head = self._make_head(weight, parts.take("lm_head.bias") if config.head_bias else None)
         self.head = head
+        if config.embedding_size:
+            self.to_embedding = parts.take_matrix("model.embedding_projection.weight").dense(self.dtype).copy()
         if config.num_labels:
             self.classifier = parts.take_matrix("score.weight").dense(self.dtype).copy()
 

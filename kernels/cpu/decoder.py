@@ -474,7 +474,7 @@ class CpuDecoder:
                 self._keep("router_x", (rows, self._width), self._dtype)
             if self._per_layer is not None:
                 self._keep("projected", (rows, self._per_layer.projection.out_features), self._dtype)
-                self._keep("own_inputs", (rows, self._per_layer.table.width), self._dtype)
+                self._keep("own_inputs", (rows, self._per_layer.width), self._dtype)
             if self._num_tail:
                 for name in ("tail_q", "tail_attended", "tail_picked"):
                     self._keep(name, (rows, self._widths["attended"]), self._dtype)

@@ -9,6 +9,7 @@ from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.mixer_structs import PerLayerInputsArguments, PerLayerStepArguments
+from kernels.cpu.structs import EmbeddingArguments
 from kernels.elements import Dtype, Numbers, rounded
 
 MAX_WIDTH = 4096  # enum in per_layer.h
@@ -20,7 +21,7 @@ class CpuPerLayerInputs:
     def __init__(
         self,
         library: CpuLibrary,
-        table: CpuEmbedding,
+        table: CpuEmbedding | None,
         projection: PackedMatrix,
         *,
         norm: Floats,
@@ -28,20 +29,23 @@ class CpuPerLayerInputs:
         given_id: int = 0,
         place: tuple[int, int] | None = None,
     ) -> None:
-        """table: of rows [tokens * layers, width]. projection: to layers * width. norm [width] float32: of a layer's
-        part of the projection. given_id: the token whose rows of the table the tokens with ids below 0 have. place:
-        how many layers come first in the table, and how many it has; None = it has the same as the projection."""
-        width = table.width
+        """table: of rows [tokens * layers, width]; None = inputs follow from the projection alone. projection: to
+        layers * width. norm [width] float32: of a layer's part of the projection. given_id: the token whose rows of the
+        table the tokens with ids below 0 have. place: how many layers come first in the table, and how many it has;
+        None = it has the same as the projection."""
+        self.width = width = len(norm)
+        assert table is None or table.width == width, (table, width)
         assert projection.out_features % width == 0, (projection.out_features, width)
         assert width <= MAX_WIDTH, width
-        self.table, self.projection, self.norm = table, projection, np.ascontiguousarray(norm, np.float32)
+        self.projection, self.norm = projection, np.ascontiguousarray(norm, np.float32)
+        self.table = table  # the C struct points into it
         self.num_layers = projection.out_features // width
         self.dtype: Dtype = projection.out_dtype
         first_layer, row_layers = place or (0, self.num_layers)
         assert first_layer + self.num_layers <= row_layers, (place, self.num_layers)
         #: The C struct; it points into this object.
         self.arguments = PerLayerInputsArguments(
-            table=table.constants,
+            table=EmbeddingArguments() if table is None else table.constants,
             projection=projection.arguments,
             norm=self.norm.ctypes.data,
             width=width,

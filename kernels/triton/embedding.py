@@ -106,17 +106,19 @@ def put_rows(target: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> 
 @triton.jit(do_not_specialize=["given_id", "layer"])
 def per_layer_kernel(
     x, ids, projected, table, norm, out, scale, eps, given_id, layer,
-    LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    LAYERS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_TABLE: tl.constexpr,
 ):
     """Multiply one token's row in each program."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    word = tl.load(ids + token)
-    word = tl.where(word < 0, given_id, word)  # an id below 0 stands for a given row
     number = tl.load(projected + (token * LAYERS + layer) * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     factor = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(sum_of(number * number), WIDTH * 1.0) + eps))
-    own = tl.load(table + (word * LAYERS + layer) * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
+    own = tl.zeros((BLOCK,), tl.float32)
+    if HAS_TABLE:
+        word = tl.load(ids + token)
+        word = tl.where(word < 0, given_id, word)  # an id below 0 stands for a given row
+        own = tl.load(table + (word * LAYERS + layer) * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * scale
     own += number * factor * tl.load(norm + column, mask=inside, other=0.0)
     result = tl.load(x + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32) * own
     tl.store(out + token * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
@@ -124,13 +126,14 @@ def per_layer_kernel(
 
 
 class TritonPerLayerInputs:
-    """norm(projection) + table * scale, for each token and layer."""
+    """norm(projection) + table * scale, for each token and layer; without a table the former alone."""
 
     def __init__(
         self,
-        table: torch.Tensor,
+        table: torch.Tensor | None,
         projection: DeviceLinear | PackedLinear | Fp8Linear,
         norm: torch.Tensor,
+        dtype: torch.dtype,
         *,
         scale: float,
         eps: float,
@@ -138,16 +141,17 @@ class TritonPerLayerInputs:
     ) -> None:
         """Take the weights.
 
-        table [vocab, layers * width] of the model's dtype; norm [width] float32; given_id: the token whose rows of the
-        table those with ids below 0 have.
+        table [vocab, layers * width] of the model's dtype, None = there is none; norm [width] float32; dtype: that of
+        the model; given_id: the token whose rows of the table those with ids below 0 have.
         """
-        self._table, self._norm, self._projection = table.contiguous(), norm.contiguous(), projection
+        self._table = None if table is None else table.contiguous()
+        self._norm, self._projection, self._dtype = norm.contiguous(), projection, dtype
         self._scale, self._eps, self._given_id = scale, eps, given_id
         self.variant = projection.variant
 
     def project(self, embedded: torch.Tensor) -> torch.Tensor:
         """Return the projection [T, layers * width] of embeddings [T, hidden] float32."""
-        return self._projection(embedded.to(self._table.dtype))
+        return self._projection(embedded.to(self._dtype))
 
     def multiply(self, x: torch.Tensor, ids: torch.Tensor, projected: torch.Tensor, layer: int) -> torch.Tensor:
         """Return x [T, width] times the layer's inputs of the tokens ids [T] int64, rounded once to its dtype."""
@@ -158,7 +162,7 @@ class TritonPerLayerInputs:
                 x,
                 ids,
                 projected,
-                self._table,
+                self._norm if self._table is None else self._table,
                 self._norm,
                 out,
                 self._scale,
@@ -168,5 +172,6 @@ class TritonPerLayerInputs:
                 LAYERS=projected.shape[1] // width,
                 WIDTH=width,
                 BLOCK=power_of_2(width),
+                HAS_TABLE=self._table is not None,
             )
         return out

@@ -117,6 +117,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         tie_word_embeddings=values.boolean("tie_word_embeddings") or form != "causal",
         has_head=form == "causal",
         num_labels=_num_labels(values) if form == "classifier" else 0,
+        embedding_size=0 if architecture.embedding_key is None else values.integer(architecture.embedding_key),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(values),
@@ -215,7 +216,7 @@ def _architecture(values: Values) -> tuple[Architecture, Form]:
         return found[0] if found else named, form
     if names is not None or not found:
         values.refuse("model_type" if names is None else "architectures", f"supported are {_NAMES}")
-    return found[0], "causal"
+    return FORMS[found[0].name]
 
 
 def _num_labels(values: Values) -> int:
@@ -258,9 +259,11 @@ def _is_bidirectional(values: Values) -> bool:
 
 def _sees_all(values: Values, architecture: Architecture, form: Form) -> bool:
     """Return whether tokens see the whole prompt. Only a pooling checkpoint may set it."""
+    if architecture.sees_all == "always":
+        return True
     if not _is_bidirectional(values):
         return False
-    if not architecture.may_see_all or form == "causal":
+    if architecture.sees_all == "never" or form == "causal":
         values.refuse("use_bidirectional_attention", "only false is, but for Gemma 3 without a head")
     return True
 
@@ -437,8 +440,12 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
         layers = tuple(layer for layer in layers if layer != num_layers - 1)
     if not layers:
         return {}
-    window = values.integer("sliding_window")  # the token itself, and half of the window on each side
-    return {"sliding_window": window // 2 + 1 if _is_bidirectional(values) else window, "sliding_layers": layers}
+    window = values.integer("sliding_window")
+    if architecture.sees_all == "always":  # the token itself, and the window on each side
+        window += 1
+    elif _is_bidirectional(values):  # half of the window on each side
+        window = window // 2 + 1
+    return {"sliding_window": window, "sliding_layers": layers}
 
 
 def _named_layers(values: Values, architecture: Architecture, default: tuple[int, ...]) -> tuple[int, ...]:

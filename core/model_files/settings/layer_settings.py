@@ -40,30 +40,32 @@ def layer_settings(
 ) -> dict[str, Any]:
     """Return the differences of layers by ModelConfig's names. sliding: the layers with a window."""
     if architecture.has_streams:
-        return stream_settings(values, sizes["num_hidden_layers"], sliding)
+        return stream_settings(values, architecture, sizes["num_hidden_layers"], sliding)
     if not architecture.full_heads:
         return {}
     fields = {
-        "full_heads": full_heads(values, sizes, sliding),
+        "full_heads": full_heads(values, architecture, sizes, sliding),
         "full_keys_are_values": values.boolean("attention_k_eq_v"),
         "wide_mlps": values.boolean("use_double_wide_mlp"),
         "num_shared_layers": shared_layers(values, sizes["num_hidden_layers"], sliding),
         "value_norm": True,
         "layer_scales": True,
     }
-    return fields | {"per_layer": per_layer_parts(values, sizes["num_hidden_layers"])}
+    return fields | {"per_layer": per_layer_parts(values, architecture)}
 
 
-def full_heads(values: Values, sizes: dict[str, Any], sliding: tuple[int, ...]) -> HeadSizes | None:
-    """Return the heads of the layers without a window, where they are others than those with one.
+def full_heads(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], sliding: tuple[int, ...]
+) -> HeadSizes | None:
+    """Return the heads of the layers without a window, if they are others than those with one.
 
     per_layer_config has the settings of single layers by their numbers; older files have one for all of these layers,
-    global_head_dim, and num_global_key_value_heads where V is K.
+    global_head_dim, and num_global_key_value_heads (of Gemma 4 only if V is K).
     """
     plain = HeadSizes(*(sizes[name] for name in _HEADS))
     if _OWN not in values.values:
         kv_heads = plain.num_key_value_heads
-        if values.boolean("attention_k_eq_v"):
+        if values.boolean("attention_k_eq_v") or architecture.own_full_kv_heads:
             kv_heads = values.integer("num_global_key_value_heads", kv_heads)
         return checked_heads(values, HeadSizes(kv_heads, values.integer("global_head_dim", 512)), plain, sizes)
     own = _own_settings(values, sizes["num_hidden_layers"])
@@ -122,7 +124,9 @@ def alike_mlps(values: Values) -> None:
         values.values = {**values.values, values.key("intermediate_size"): sizes[0]}
 
 
-def stream_settings(values: Values, num_layers: int, sliding: tuple[int, ...]) -> dict[str, Any]:
+def stream_settings(
+    values: Values, architecture: Architecture, num_layers: int, sliding: tuple[int, ...]
+) -> dict[str, Any]:
     """Return Gemma 3n's settings of layers by ModelConfig's names."""
     count = values.integer("altup_num_inputs")
     streams = StreamParts(
@@ -131,7 +135,7 @@ def stream_settings(values: Values, num_layers: int, sliding: tuple[int, ...]) -
         scales_active=values.boolean("altup_correct_scale", True),
         rank=values.integer("laurel_rank"),
     )
-    own = per_layer_parts(values, num_layers, has_all=False)
+    own = per_layer_parts(values, architecture, has_all=False)
     if own is None:
         values.refuse("hidden_size_per_layer_input", "layers with inputs of their own are")
     return {
@@ -164,11 +168,15 @@ def _sparse_gates(values: Values, num_layers: int) -> tuple[float | None, ...]:
     return found if any(one is not None for one in found) else ()
 
 
-def per_layer_parts(values: Values, num_layers: int, *, has_all: bool = True) -> PerLayerParts | None:
+def per_layer_parts(values: Values, architecture: Architecture, *, has_all: bool = True) -> PerLayerParts | None:
     """Return the inputs of single layers; None without any. has_all: all tokens have such inputs."""
-    if values.get("hidden_size_per_layer_input") in (None, 0):
+    if architecture.input_table and values.get("hidden_size_per_layer_input") in (None, 0):
         return None
-    width = values.integer("hidden_size_per_layer_input")
+    width, key = values.integer("hidden_size_per_layer_input"), architecture.activation_key
+    if key is not None and values.get(key) not in (None, "gelu_pytorch_tanh"):
+        values.refuse(key, "for layers with inputs of their own only 'gelu_pytorch_tanh' is")
+    if not architecture.input_table:
+        return PerLayerParts(width=width, vocab_size=0)
     vocab_size = values.integer("vocab_size_per_layer_input")
     if has_all and vocab_size < values.integer("vocab_size"):
         values.fail("vocab_size_per_layer_input", f"must be at least vocab_size; got {vocab_size}")

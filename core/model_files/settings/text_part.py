@@ -20,6 +20,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
     "Gemma3nForConditionalGeneration": ("Gemma3nForCausalLM",),
     "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),
+    "EmbeddingGemma2Model": ("EmbeddingGemma2TextModel",),
     "Llama4ForConditionalGeneration": ("Llama4ForCausalLM",),
     "Lfm2VlForConditionalGeneration": ("Lfm2ForCausalLM",),
 }
@@ -31,6 +32,7 @@ SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_
 _DEFAULTS = {"Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True}}
 #: Name prefixes in safetensors -> those in the text model.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
+_TEXT |= {"language_model.": "model."}
 _IMAGES = tuple(
     f"{stem}{part}."
     for stem in ("", "model.")

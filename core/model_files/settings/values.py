@@ -31,6 +31,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "num_global_key_value_heads": (1, 2**12),
     "num_kv_shared_layers": (0, 2**12),
     "hidden_size_per_layer_input": (1, 2**12),
+    "embedding_dim": (1, 2**16),
     "vocab_size_per_layer_input": (1, 2**24),
     "backbone_hidden_size": (1, 2**20),
     "embedding_length_out": (1, 2**20),

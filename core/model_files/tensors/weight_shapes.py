@@ -18,7 +18,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
     if (own := config.per_layer) is not None:
         width = config.num_hidden_layers * own.width
-        shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, width)
+        if own.vocab_size:
+            shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, width)
         shapes["model.per_layer_model_projection.weight"] = (width, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (own.width,)
     if (streams := config.streams) is not None:
@@ -31,6 +32,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
         shapes |= {"lm_head.bias": (config.vocab_size,)} if config.head_bias else {}
+    if config.embedding_size:
+        shapes["model.embedding_projection.weight"] = (config.embedding_size, hidden)
     if config.num_labels:
         shapes["score.weight"] = (config.num_labels, hidden)
     return shapes

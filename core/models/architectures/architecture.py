@@ -173,7 +173,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: so.
     gguf_unnormed_experts: int | None = None
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k in that way
-    may_see_all: bool = False  # the setting use_bidirectional_attention exists
+    #: Whether tokens see the whole prompt. "as configured": by use_bidirectional_attention, and then half of the window
+    #: is on each side. "always": the window is the number of tokens on each side.
+    sees_all: Literal["never", "as configured", "always"] = "never"
     attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
     multipliers: Literal["none", "granite", "minicpm", "cohere", "falcon"] = (
@@ -195,6 +197,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: Gemma 4's layers: heads of layers without a window may have sizes of their own, and K as V; V is normalised; the
     #: last layers may share K and V; each layer may have inputs of its own, and multiplies hidden states at its end.
     full_heads: bool = False
+    #: The setting num_global_key_value_heads applies whether or not V is K.
+    own_full_kv_heads: bool = False
+    input_table: bool = True  # such inputs are partly rows of a table; otherwise they follow from embeddings alone
+    #: The setting for the width of a matrix between the final norm and the pooling; None: there is none.
+    embedding_key: str | None = None
     #: Gemma 3n's: hidden states in several streams, a learned residual, and MLPs some of whose gates do not count.
     has_streams: bool = False
     scores_scalar: float | None = None  # scores are scaled by its square root's inverse, whatever a file says

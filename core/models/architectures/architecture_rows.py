@@ -1,131 +1,14 @@
 """ROWS: one row for each in-tree architecture, with the properties that its files do not state."""
 
-import msgspec
-
-from core.models.architectures.architecture import Architecture, ExpertRow, MtpRow
+from core.models.architectures.architecture import Architecture, MtpRow
 from core.models.architectures.centred_rows import CENTRED_ROWS
+from core.models.architectures.gemma4_rows import GEMMA4_ROWS
 from core.models.architectures.hunyuan_rows import HUNYUAN_ROWS
 from core.models.architectures.latent_rows import LATENT_ROWS
 from core.models.architectures.recurrent_rows import RECURRENT_ROWS
 from core.models.architectures.routed_rows import QWEN_WINDOW, ROUTED_ROWS
 from core.models.architectures.sigmoid_rows import SIGMOID_ROWS
 from core.models.config import XIELU_NAMES
-
-GEMMA4 = Architecture(
-    name="Gemma4ForCausalLM",
-    base_name="Gemma4TextModel",
-    model_type="gemma4_text",
-    gguf="gemma4",
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    },
-    activation_key="hidden_activation",
-    activation="gelu_pytorch_tanh",
-    attention_bias="as configured",
-    sliding="by sliding_window_pattern",
-    qk_norm=True,
-    post_norms=True,
-    scale_embeddings=True,
-    scores_scalar=1.0,
-    own_cap="logits_cap",
-    rope_theta=1_000_000.0,
-    sliding_rope_theta=10_000.0,
-    own_sliding_rope=True,
-    proportional_rope=True,
-    full_heads=True,
-    experts=ExpertRow(normalises=True, enabled_key="enable_moe_block", beside_dense=True),
-    names={
-        "layer_scale": "layer_scalar",
-        "mlp.router": "router.proj",
-        "mlp.router_norm": "router.scale",
-        "mlp.expert_scales": "router.per_expert_scale",
-        **{f"mlp.experts.*.{name}_proj": f"experts.*.{name}_proj" for name in ("gate", "up", "down")},
-        "experts_layernorm": "pre_feedforward_layernorm_2",
-        "post_mlp_layernorm": "post_feedforward_layernorm_1",
-        "post_experts_layernorm": "post_feedforward_layernorm_2",
-    },
-    gguf_names={
-        "layer_scale": "layer_output_scale",
-        "mlp.router": "ffn_gate_inp",
-        "mlp.router_norm": "ffn_gate_inp.scale",
-        "mlp.expert_scales": "ffn_down_exps.scale",
-        **{f"mlp.experts.*.{name}_proj": f"ffn_{name}_exps.*" for name in ("gate", "up", "down")},
-        "experts_layernorm": "pre_ffw_norm_2",
-        "post_mlp_layernorm": "post_ffw_norm_1",
-        "post_experts_layernorm": "post_ffw_norm_2",
-        "per_layer_input_gate": "inp_gate",
-        "per_layer_projection": "proj",
-        "post_per_layer_input_norm": "post_norm",
-    },
-)
-
-_STREAMS = {
-    "streams.router_norm": "altup.router_norm",
-    "streams.router": "altup.modality_router",
-    "streams.prediction": "altup.prediction_coefs",
-    "streams.correction": "altup.correction_coefs",
-    "streams.scale": "altup.correct_output_scale",
-    "residual.left": "laurel.linear_left",
-    "residual.right": "laurel.linear_right",
-    "residual.norm": "laurel.post_laurel_norm",
-}
-_GGUF_STREAMS = {
-    "streams.router_norm": "altup_router_norm",
-    "streams.router": "altup_router",
-    "streams.prediction": "altup_predict_coef",
-    "streams.correction": "altup_correct_coef",
-    "streams.scale": "altup_correct_scale",
-    "residual.left": "laurel_l",
-    "residual.right": "laurel_r",
-    "residual.norm": "laurel_post_norm",
-}
-GEMMA3N = msgspec.structs.replace(
-    GEMMA4,
-    name="Gemma3nForCausalLM",
-    base_name="Gemma3nTextModel",
-    model_type="gemma3n_text",
-    gguf="gemma3n",
-    defaults={
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "sliding_window_pattern": 5,
-        "tie_word_embeddings": True,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262_144,
-        "num_kv_shared_layers": 15,
-        "final_logit_softcapping": 30.0,
-        "altup_num_inputs": 4,
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
-        "laurel_rank": 64,
-    },
-    proportional_rope=False,
-    full_heads=False,
-    has_streams=True,
-    experts=None,
-    names={
-        "model.stream_projections": "model.altup_projections",
-        "model.stream_outputs": "model.altup_unembed_projections",
-        **_STREAMS,
-    },
-    gguf_names={
-        **{name: theirs for name, theirs in GEMMA4.gguf_names.items() if "per_layer" in name},
-        **_GGUF_STREAMS,
-    },
-)
 
 _DENSE = (
     Architecture(
@@ -211,19 +94,9 @@ _DENSE = (
         rope_theta=1_000_000.0,
         sliding_rope_theta=10_000.0,
         own_sliding_rope=True,
-        may_see_all=True,
+        sees_all="as configured",
     ),
-    GEMMA4,
-    GEMMA3N,
-    msgspec.structs.replace(
-        GEMMA4,
-        name="Gemma4UnifiedForCausalLM",
-        base_name="Gemma4UnifiedTextModel",
-        model_type="gemma4_unified_text",
-        gguf=None,
-        defaults={**GEMMA4.defaults, "hidden_size_per_layer_input": 0, "sliding_window": 1024},
-        experts=None,
-    ),
+    *GEMMA4_ROWS,
     Architecture(
         name="Gemma2ForCausalLM",
         base_name="Gemma2Model",

@@ -20,7 +20,12 @@ Form = Literal["causal", "base", "classifier"]
 
 
 def _forms(row: Architecture) -> dict[str, tuple[Architecture, Form]]:
-    """Return the names in config.json's architectures for checkpoints with this row's layers."""
+    """Return the names in config.json's architectures for checkpoints with this row's layers.
+
+    Of an architecture without a head there is one name.
+    """
+    if row.name == row.base_name:
+        return {row.name: (row, "base")}
     stem = row.base_name.removesuffix("Model")
     return {
         row.name: (row, "causal"),

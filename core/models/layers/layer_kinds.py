@@ -52,7 +52,12 @@ def places(config: ModelConfig) -> tuple[int, ...]:
 
 
 def cached_layers(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of the layers that have K and V, in the order of their places among the caches."""
+    """Return the kinds of the layers that have K and V, in the order of their places among the caches.
+
+    If a step computes whole prompts, each layer may overwrite the K and V of an earlier one with heads of its size.
+    """
+    if not config.is_causal:
+        return tuple({kind.heads: kind for kind in reversed(layers(config))}[heads] for heads in config.head_sizes)
     without = config.recurrent_layers
     return tuple(
         kind

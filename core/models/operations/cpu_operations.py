@@ -125,9 +125,7 @@ class CpuOperations:
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
         self._plans: dict[int, AttentionPlanner] = {}  # by KV heads
-        #: The layers with K and V. Where tokens see later ones, a whole prompt is computed in one step, and each layer
-        #: may overwrite the K and V of the one before.
-        self._cached = cached_layers(config) if config.is_causal else cached_layers(config)[:1]
+        self._cached = cached_layers(config)  # the layers with K and V
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
 
@@ -278,9 +276,11 @@ class CpuOperations:
         return PackedMatrix(self.library, self._pack(weight, WeightForm.DENSE), bias, out_dtype=FLOAT32)
 
     def per_layer_inputs(
-        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+        self, table: StoredMatrix | None, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
     ) -> CpuPerLayerInputs:
         """Return the inputs of all layers. The table stays in the mapped file if its numbers can be read there."""
+        if table is None:
+            return CpuPerLayerInputs(self.library, None, self._packed(projection), norm=norm, eps=eps)
         width, part = len(norm), table.parts[0]
         row_bytes = part.data.shape[1] * width // part.depth
         is_stored = self._dtype == BFLOAT16 and len(table.parts) == 1 and part.type_name not in PLAIN_TYPES

@@ -317,11 +317,11 @@ class LayerwiseOperations(Protocol):
     """The further operations of those that run layers with inputs, or with a scale, of their own."""
 
     def per_layer_inputs(
-        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+        self, table: StoredMatrix | None, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
     ) -> PerLayerInputs:
         """Return the inputs of all layers: norm(projection) + table * scale.
 
-        table [vocab, layers * width]; projection [layers * width, hidden]; norm [width] float32.
+        table [vocab, layers * width]; None = there is none; projection [layers * width, hidden]; norm [width] float32.
         """
 
     def scaled(self, hidden: Tensor, scale: float) -> None:

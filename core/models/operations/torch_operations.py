@@ -251,9 +251,10 @@ class TorchOperations:
         return TorchExperts(router, tuple(experts), routing, shared)
 
     def per_layer_inputs(
-        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+        self, table: StoredMatrix | None, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
     ) -> TorchPerLayerInputs:
         """Return the inputs of all layers."""
+        assert table is not None, "inputs without a table are of encoders, which need the C kernels"
         rows = to_tensor(table.own(self._dtype)).view(table.shape[0], -1, len(norm))
         return TorchPerLayerInputs(rows, self.linear(projection), TorchNorm(to_tensor(norm), eps, torch.float32), scale)
 

@@ -366,14 +366,15 @@ class TritonOperations:
         return TritonAttend(rope, kind, config.scores_scale, config.scores_cap, scores)
 
     def per_layer_inputs(
-        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+        self, table: StoredMatrix | None, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
     ) -> TritonPerLayerInputs:
         """Return the inputs of all layers. The table is dense."""
         own = self._config.per_layer
         return TritonPerLayerInputs(
-            self._send(table.dense(self._dtype)),
+            None if table is None else self._send(table.dense(self._dtype)),
             self.linear(projection),
             self._send(norm),
+            DTYPES[self._dtype],
             scale=scale,
             eps=eps,
             given_id=0 if own is None else own.given_id,
@@ -526,7 +527,7 @@ class TritonOperations:
     @property
     def _cached(self) -> list[HeadSizes]:
         """Return the heads of the layers with K and V, by their places."""
-        return [kind.heads for kind in cached_layers(self._config)][: self._config.num_caches]
+        return [kind.heads for kind in cached_layers(self._config)]
 
     def _cache(
         self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False

@@ -54,6 +54,19 @@ FOLDERS: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": 1e-6,
     },
+    "two sizes of heads, and inputs of single layers": {
+        "architectures": ["EmbeddingGemma2TextModel"],
+        "model_type": "embedding_gemma2_text",
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "hidden_size_per_layer_input": 24,
+        "embedding_dim": 20,
+        "rms_norm_eps": 1e-6,
+    },
 }
 
 

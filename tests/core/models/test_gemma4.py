@@ -67,6 +67,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     (LARGE, {"per_layer_config": {"1": {"head_dim": 32}}}, "only heads of layers without a window may be others"),
     (LARGE, {"per_layer_config": {"0": {"head_dim": 32}}}, "only heads of layers without a window may be others"),
+    (E2B, {"hidden_activation": "silu"}, "layers with inputs of their own only 'gelu_pytorch_tanh' is"),
     (E2B, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
     (E2B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported; only null is"),
 ]

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from core.models.config import EncoderParts, ModelConfig
+from core.models.config import EncoderParts, HeadSizes, ModelConfig, PerLayerParts
 from core.models.encoder import Encoder
+from core.models.llama import Llama
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from tests.core.models.test_encoders import hidden
@@ -37,6 +38,23 @@ CONFIGS = {
     "modern": ModelConfig(
         architecture="ModernBertModel", encoder=MODERN, sliding_window=33, sliding_layers=(1,), **SIZES
     ),
+    "two sizes of heads, and inputs of single layers": ModelConfig(
+        architecture="EmbeddingGemma2TextModel",
+        sees_all=True,
+        sliding_window=34,
+        sliding_layers=(0, 2),
+        sliding_rope_theta=1000.0,
+        full_heads=HeadSizes(1, 40),
+        qk_norm=True,
+        value_norm=True,
+        post_norms=True,
+        layer_scales=True,
+        query_pre_attn_scalar=1.0,
+        hidden_act="gelu_pytorch_tanh",
+        per_layer=PerLayerParts(width=24, vocab_size=0),
+        embedding_size=40,
+        **SIZES | {"num_hidden_layers": 4},
+    ),
 }
 RNG = np.random.Generator(np.random.PCG64(4))
 #: One is longer than a tile of the context, so that its attention is cut.
@@ -54,7 +72,8 @@ def library(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_hidden_states_in_any_company_are_those_alone(kind: str, dtype: str, library: CpuLibrary) -> None:
     weights = random_weights(CONFIGS[kind], DTYPES[dtype])
-    model = Encoder(CONFIGS[kind], weights.items(), DTYPES[dtype], library)
+    build = Llama if CONFIGS[kind].encoder is None else Encoder
+    model = build(CONFIGS[kind], weights.items(), DTYPES[dtype], library=library)
     alone = [hidden(model, [ids])[0] for ids in PROMPTS]
     assert all(np.isfinite(one).all() for one in alone)
     library.start_threads(2)

@@ -9,7 +9,7 @@ from ipc.errors import InvalidRequestError, ModelFileError
 
 _TASK = "Given a web search query, retrieve relevant passages that answer the query"
 #: As in the models' config_sentence_transformers.json.
-EMBEDDING_GEMMA = {
+EMBEDDING_GEMMA = {  # of both versions
     "query": "task: search result | query: ",
     "document": "title: none | text: ",
     "Clustering": "task: clustering | query: ",

@@ -146,6 +146,10 @@ def test_inputs_of_single_layers(num_threads: int, dtype: Dtype, c_library: CpuL
             given = inputs.multiply(x[5:6].copy(), np.array([-9]), np.ascontiguousarray(projected[5:6]), layer)
             seven = inputs.multiply(x[5:6].copy(), np.array([7]), np.ascontiguousarray(projected[5:6]), layer)
             assert given.tobytes() == seven.tobytes()
+            alone = CpuPerLayerInputs(library, None, projection, norm=norm, eps=EPS)
+            expected, got = normalised(own, norm) * to_floats(x), alone.multiply(x.copy(), ids, projected, layer)
+            error = np.abs(to_floats(got) - expected)
+            assert (error <= (1e-5 if dtype == FLOAT32 else 0.01) * (1 + np.abs(expected))).all()
     finally:
         library.stop_threads()
 

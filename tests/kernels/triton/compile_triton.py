@@ -171,7 +171,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
             "given_id": "i32",
             "layer": "i32",
         },
-        {"LAYERS": 35, "WIDTH": 256, "BLOCK": 256},
+        {"LAYERS": 35, "WIDTH": 256, "BLOCK": 256, "HAS_TABLE": True},
     ),
     (
         rotary_tables.tables_kernel,

@@ -180,13 +180,16 @@ def test_inputs_of_single_layers(dtype: torch.dtype) -> None:
         random(4, width, dtype=dtype, seed=2),
     )
     weight, hidden, norm = random(layers * width, 16, dtype=dtype, seed=3), random(4, 16, seed=4), random(width, seed=1)
-    inputs = TritonPerLayerInputs(table, DeviceLinear(weight), norm, scale=0.7, eps=1e-4, given_id=5)
+    inputs = TritonPerLayerInputs(table, DeviceLinear(weight), norm, dtype, scale=0.7, eps=1e-4, given_id=5)
     projected, ids = inputs.project(hidden), torch.tensor([10, 0, -1, -7], device=DEVICE)
     words = torch.where(ids < 0, 5, ids)
     own = rms_norm(projected.view(4, layers, width)[:, layer].float(), norm, 1e-4, torch.float32)
     own = own + table.view(11, layers, width)[words, layer].float() * 0.7
     assert_near(inputs.multiply(x, ids, projected, layer), x.float() * own, dtype)
     assert inputs.multiply(x[:0], ids[:0], projected[:0], layer).shape == (0, width)
+    alone = TritonPerLayerInputs(None, DeviceLinear(weight), norm, dtype, scale=0.7, eps=1e-4, given_id=5)
+    own = rms_norm(projected.view(4, layers, width)[:, layer].float(), norm, 1e-4, torch.float32)
+    assert_near(alone.multiply(x, ids, alone.project(hidden), layer), x.float() * own, dtype)
 
 
 #: The norms of heads: before or after rotation, of whole rows, layer normalisations.

@@ -14,6 +14,7 @@ static void make_input(const PerLayerStep *args, int64_t token, float *input, fl
         normalise(projected, BFLOAT16, inputs->norm, inputs->eps, width, input, FLOAT32);
     else
         normalise(projected, FLOAT32, inputs->norm, inputs->eps, width, input, FLOAT32);
+    if (!inputs->table.table) return;
     Embedding own = inputs->table;
     own.ids = &id, own.out = room, own.num_rows = 1;
     embedding_part(&own, 0, 1);

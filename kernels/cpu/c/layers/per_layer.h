@@ -2,7 +2,7 @@
  *
  *     input[l] = norm(projection[l](embedding)) + table[token][l]; hidden += norm(out[l](f(gate[l](hidden)) * input[l]))
  *
- * The factors of the projection and of the sum are in the norm's weight, its eps and the table's scale. An input is made when
+ * Without a table that part is left out. The factors of the projection and of the sum are in the norm's weight, its eps and the table's scale. An input is made when
  * its layer needs it, in float32; so a step keeps the projection of its tokens only.
  */
 #ifndef PER_LAYER_H
@@ -16,7 +16,8 @@ enum { MAX_PER_LAYER_WIDTH = 4096 };
 
 /* What all layers share; made once. */
 typedef struct {
-    Embedding table;    /* of [tokens * row_layers, width]: those of a token lie together; without ids and out */
+    Embedding table;    /* of [tokens * row_layers, width]: those of a token lie together; without ids and out; table.table
+                         * NULL = there is none */
     Gemm projection;    /* of embeddings: to num_layers * width columns of dtype */
     const float *norm;  /* [width] of a layer's columns of the projection */
     int64_t width;      /* at most MAX_PER_LAYER_WIDTH */
