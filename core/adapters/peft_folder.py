@@ -22,8 +22,12 @@ from kernels.low_rank import LowRank
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
-#: base_model.model. and the name of the matrix; ".default" is PEFT's name for an adapter in memory.
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.(?P<part>lora_[AB])(?:\.default)?\.weight")
+#: base_model.model. and the name of the matrix; ".default" is PEFT's name for an adapter in memory. A and B of a table
+#: have shapes like those of a linear layer: [rank, rows] and [width, rank].
+_NAME = re.compile(
+    r"(?:base_model\.model\.)?(?P<matrix>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight"
+    r"|embedding_(?P<table>[AB])(?:\.default)?)"
+)
 
 
 def read_peft_folder(
@@ -47,7 +51,10 @@ def read_peft_folder(
     with map_file(path) as file:
         for name, tensor in tensors.items():
             matrix, part = _parts_of(name, path)
-            found = pairs.setdefault(_name_in_model(matrix, layers, stems), {})
+            ours = _name_in_model(matrix, layers, stems)
+            if "lora_embedding" in name and ours not in layers:
+                raise UnsupportedModelError(f"{path}: tensor {name!r:.120}: lora_embedding is not supported here")
+            found = pairs.setdefault(ours, {})
             if part in found:
                 raise ModelFileError(f"{path}: {part} of {matrix!r:.120} occurs twice")
             found[part] = _numbers(file, tensor, name, path)
@@ -75,10 +82,10 @@ def _parts_of(name: str, path: Path) -> tuple[str, str]:
     """Return the matrix that a tensor belongs to, and lora_A or lora_B. Errors: UnsupportedModelError."""
     match = _NAME.fullmatch(name)
     if match is None:
-        kind = next((one for one in ("lora_magnitude_vector", "lora_embedding", "lora_bias") if one in name), "")
+        kind = next((one for one in ("lora_magnitude_vector", "lora_bias") if one in name), "")
         reason = f"{kind} is not supported" if kind else "it is neither lora_A nor lora_B of a linear layer"
         raise UnsupportedModelError(f"{path}: tensor {name!r:.120}: {reason}")
-    return match["matrix"], match["part"]
+    return match["matrix"], f"lora_{match['part'] or match['table']}"
 
 
 def _name_in_model(matrix: str, layers: Mapping[str, FileMatrix], stems: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from core.models.assistant import Assistant
 from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.layers.adapted import AdaptedMatrices, AdaptedPart, takes_adapters
+from core.models.layers.adapted_tables import table_shapes
 from core.models.llama import Llama
 from core.models.operations.operations import AdaptingOperations
 from core.models.operations.weight_form import fits
@@ -313,9 +314,9 @@ def adapted_matrices(
     if not config.enable_lora:
         return None
     model = loaded.model
-    if loaded.source.encoder is not None or not isinstance(model, Llama):
-        what = "an encoder" if loaded.info.is_encoder else "run by transformers' code"
-        raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, which has no adapter support: leave it out")
+    if not isinstance(model, Llama):
+        what = "is run by transformers' code, which has no adapter support"
+        raise ConfigError(f"enable_lora: {loaded.info.name} {what}: leave it out")
     if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):
         raise ConfigError(f"enable_lora: layers of {loaded.info.name} do not support adapters: leave it out")
     sizes, part = model.config, None
@@ -323,7 +324,11 @@ def adapted_matrices(
         sizes = read_model_config(resolve_model(config.model), config.mmproj)
         layers = range(sizes.num_hidden_layers) if stage is None else range(*stage.layers(sizes))
         part = AdaptedPart(layers, () if shard is None else shard.adapted_rows(sizes))
-    return AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes), part=part)
+    known = peft_layers(sizes)
+    if model.library is None:  # only steps of the C kernels are given embeddings that adapters have changed
+        tables = table_shapes(sizes)
+        known = {name: layer for name, layer in known.items() if all(one.name not in tables for one in layer.parts)}
+    return AdaptedMatrices(sizes, model.operations, known, gguf_layers(sizes), part=part)
 
 
 # model_features: the features for a loaded model; a part of the executors that run a model.

@@ -113,7 +113,7 @@ PUBLISHED: dict[str, str] = {
     "XLMRoberta": "bge-m3 (dense), multilingual-e5, bge-reranker",
     "Camembert": "CamemBERT embeddings and rerankers",
     "NomicBert": "nomic-embed-text 1, 1.5",
-    "JinaEmbeddingsV3": "jina-embeddings-v3 (-hf), without its tasks' adapters",
+    "JinaEmbeddingsV3": "jina-embeddings-v3 (-hf), with its tasks' adapters",
     "ModernBert": "gte-modernbert, modernbert-embed; rerankers",
 }
 
@@ -152,7 +152,7 @@ def _with_images() -> Iterator[KnownModel]:
 def _encoders() -> Iterator[KnownModel]:
     for row in ENCODERS:
         files = "safetensors" if row.gguf is None else f"safetensors, GGUF {row.gguf}"
-        yield KnownModel(PUBLISHED.get(row.stem, ""), f"{row.stem}Model", files, False, "no", False, "L2")
+        yield KnownModel(PUBLISHED.get(row.stem, ""), f"{row.stem}Model", files, False, "all", False, "L2")
 
 
 def _entry(name: str, row: Architecture, files: str, *, images: bool = False) -> KnownModel:

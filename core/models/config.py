@@ -290,6 +290,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     rope_axes: tuple[int, ...] | None = None
 
     @property
+    def has_gates(self) -> bool:
+        """Return whether MLPs have gates."""
+        return self.is_gated if self.encoder is None else self.encoder.is_gated
+
+    @property
     def is_causal(self) -> bool:
         """Return whether tokens see no later ones. If not, a step computes whole prompts, and nothing is cached."""
         return self.encoder is None and not self.sees_all

@@ -6,7 +6,10 @@ the step is the decoder's C call (kernels/cpu/c/layers/decoder.h) without a head
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from core.models.config import ModelConfig
+from core.models.layers.adapted_tables import AdaptedTables
 from core.models.layers.layer import Layer, NormNumbers
 from core.models.layers.layer_kinds import kind_of
 from core.models.layers.mixers import Mixer
@@ -17,6 +20,7 @@ from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.operations.unchanged import unchanged
 from core.models.operations.weight_form import WeightForm
 from core.models.parts.weight_parts import WeightParts
+from core.models.step import ONCE, ModelInputs, StepResult
 from ipc.options.model_options import Numerics
 from ipc.tables.arrays import Floats
 from kernels.cpu.library import CpuLibrary
@@ -122,6 +126,28 @@ class Encoder(Llama):
             mlp=DenseMlp(up, activation, operations.linear(*taken("down"))),
             mlp_out=unchanged,
         )
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        """Run one step. On a CPU the embeddings of tokens whose adapters change tables are given to it."""
+        adapters = inputs.adapters
+        changing = (
+            {}
+            if adapters is None
+            else {index: one for index, one in enumerate(adapters.packed) if isinstance(one, AdaptedTables)}
+        )
+        if adapters is None or not changing:
+            return super().forward(inputs)
+        places = np.flatnonzero(np.isin(adapters.of_token, list(changing)))
+        ids, rows_of = np.ascontiguousarray(inputs.token_ids[places]), adapters.of_token[places]
+        rows = self.embedding(ids, np.ascontiguousarray(inputs.positions[places]))
+        for index, one in changing.items():
+            own = rows_of == index
+            changed = rows[own]
+            one.add(changed, ids[own])
+            rows[own] = changed
+        token_ids = inputs.token_ids.copy()
+        token_ids[places] = -1 - np.arange(len(places))
+        return super().forward(inputs._replace(token_ids=token_ids, given=rows, generation=ONCE))
 
     @property
     def product_variants(self) -> dict[str, str]:

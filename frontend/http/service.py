@@ -140,9 +140,9 @@ class Service:
         key, names = request.key, (*self.names, *self.adapters.names)
         return names if key is None or not key.models else tuple(name for name in names if name in key.models)
 
-    def check_model(self, request: Request, name: str | None) -> str:
+    def check_model(self, request: Request, name: str | None, param: str = "model") -> str:
         """Return the model's name as given, or our first one. With an adapter's name the request runs with that
-        adapter.
+        adapter. param: the field with the name.
 
         Errors: HttpError 403, 404.
         """
@@ -150,14 +150,14 @@ class Service:
         adapter = self.adapters.find(name) if name and name not in self.names else None
         is_known = name in self.names or adapter is not None
         if not allowed or (is_known and name not in allowed):
-            raise HttpError(403, f"the key may not use this model; it may use: {', '.join(allowed)}", param="model")
+            raise HttpError(403, f"the key may not use this {param}; it may use: {', '.join(allowed)}", param=param)
         if not name:
             name = allowed[0]
             adapter = self.adapters.find(name) if name not in self.names else None
         elif not is_known:
             known = ", ".join(allowed)
-            text = f"the model {name!r:.200} is not served here; served: {known}"
-            raise HttpError(404, text, param="model", code=MODEL_NOT_FOUND)
+            text = f"the {param} {name!r:.200} is not served here; served: {known}"
+            raise HttpError(404, text, param=param, code=MODEL_NOT_FOUND)
         request.adapter = adapter
         return name
 

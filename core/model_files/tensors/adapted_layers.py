@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from core.adapters.file_matrix import FileMatrix, FilePart
+from core.model_files.tensors.adapted_encoder import encoder_peft_layers
 from core.model_files.tensors.adapted_recurrent import recurrent_file_parts
 from core.model_files.tensors.tensor_names import gates_last, gguf_name, head_order, json_name, parts_in_turn
 from core.models.architectures.by_name import ARCHITECTURES
@@ -25,6 +26,8 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     These are a checkpoint's names, except for a model that transformers runs with Llama's code (EXAONE 3): its names
     are Llama's, like ours. Models with images have the names of their text model, with another prefix.
     """
+    if config.encoder is not None:
+        return encoder_peft_layers(config)
     row = ARCHITECTURES[config.architecture]
     attention = _attention(config, row.interleaves_heads, is_fused=row.fused_qkv, by_kv_heads=row.qkv_by_kv_heads)
     parts = attention | _mlp(config, is_fused=row.fused_gate_up)
@@ -41,7 +44,9 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
 
 
 def gguf_layers(config: ModelConfig) -> dict[str, FileMatrix]:
-    """Return the layers in GGUF files."""
+    """Return the layers in GGUF files. Adapters of encoders have none."""
+    if config.encoder is not None:
+        return {}
     row = ARCHITECTURES[config.architecture]
     interleaves = row.interleaves_heads or row.gguf_interleaves_heads
     # llama.cpp's converter splits Q, K and V if it interleaves rows.

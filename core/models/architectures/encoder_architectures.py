@@ -19,6 +19,8 @@ class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str
     prefix: str  # prefix of weight names in checkpoints that have something after their layers
     weights: Mapping[str, str]  # our stem of a weight's name -> the file's; {} = the layer's index
+    #: The same for matrices in transformers' code, whose names adapters have; {} = those of the file.
+    modules: Mapping[str, str] = msgspec.field(default_factory=dict)
     head_weights: Mapping[str, str]  # the same for the layers after a classifier's pooling
     head: ClassifierHead
     is_modern: bool = False  # ModernBERT: rotary embedding, pre-norms, gates, sliding layers, no biases
@@ -104,6 +106,13 @@ _JINA_WEIGHTS = {
     "layers.{}.o": "encoder.layers.{}.mixer.out_proj",
     "layers.{}.up": "encoder.layers.{}.mlp.fc1",
 }
+_MODULES = {
+    "embeddings.words": "embeddings.word_embeddings",
+    "embeddings.kinds": "embeddings.token_type_embeddings",
+    **{f"layers.{{}}.{name}": f"layers.{{}}.self_attn.{name}_proj" for name in "qkvo"},
+}
+_NOMIC_MODULES = _MODULES | {f"layers.{{}}.{name}": f"layers.{{}}.mlp.{name}_proj" for name in ("gate", "up", "down")}
+_JINA_MODULES = _MODULES | {"layers.{}.up": "layers.{}.mlp.fc1", "layers.{}.down": "layers.{}.mlp.fc2"}
 _ROBERTA_HEAD = {"head.dense": "classifier.dense", "head.out": "classifier.out_proj"}
 _BERT_DEFAULTS = {
     "hidden_act": "gelu",
@@ -168,6 +177,7 @@ ENCODERS = (
         model_type="nomic_bert",
         prefix="nomic_bert.",
         weights=_NOMIC_WEIGHTS,
+        modules=_NOMIC_MODULES,
         head_weights={},
         head="none",
         is_rotary=True,
@@ -183,6 +193,7 @@ ENCODERS = (
         model_type="jina_embeddings_v3",
         prefix="roberta.",
         weights=_JINA_WEIGHTS,
+        modules=_JINA_MODULES,
         head_weights=_ROBERTA_HEAD,
         head="tanh",
         is_rotary=True,

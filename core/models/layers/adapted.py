@@ -10,6 +10,7 @@ import numpy as np
 from core.adapters.adapter import AdapterWeights
 from core.adapters.file_matrix import FileMatrix
 from core.models.config import ModelConfig
+from core.models.layers.adapted_tables import AdaptedTables, table_shapes
 from core.models.layers.layer import Layer
 from core.models.layers.mlp import DenseMlp
 from core.models.operations.operations import AdaptingOperations, ExchangingProduct, Product
@@ -46,7 +47,7 @@ class AdaptedPart(NamedTuple):
 
 
 class AdaptedMatrices:
-    """The matrices of a decoder that adapters may change; an AdapterHost (core/adapters/store.py) with `pack`."""
+    """The matrices of a model that adapters may change; an AdapterHost (core/adapters/store.py) with `pack`."""
 
     def __init__(
         self,
@@ -69,13 +70,15 @@ class AdaptedMatrices:
         self._layers = [_shapes(config, index) for index in every]
         self._names = [_names(config, index) for index in every]
         #: [out, in] of each matrix by name.
-        self.shapes: Mapping[str, tuple[int, int]] = {
+        self.shapes: dict[str, tuple[int, int]] = {
             f"model.layers.{index}.{name}": (size, self._layers[index][product].depth)
             for index in every
             for product, names in self._names[index].items()
             if product not in _MLP or config.has_dense_mlp(index)
             for name, size in zip(names, self._layers[index][product].parts, strict=True)
         }
+        self._tables, self._num_words = table_shapes(config), config.vocab_size
+        self.shapes |= self._tables
 
     @property
     def product_shapes(self) -> list[ProductShape]:
@@ -105,7 +108,9 @@ class AdaptedMatrices:
             for index in self._part.layers
             for names in self._names[index].values()
         ]
-        return self._operations.pack_adapter(self.product_shapes, products)
+        packed = self._operations.pack_adapter(self.product_shapes, products)
+        tables = {name: weights.matrices[name] for name in self._tables if name in weights.matrices}
+        return AdaptedTables(packed, tables, self._num_words) if tables else packed
 
     def _own(self, index: int, name: str, matrix: LowRank | None) -> LowRank | None:
         """Return what an adapter adds to the process's rows of a matrix of a layer."""
@@ -117,7 +122,7 @@ class AdaptedMatrices:
 
 def _names(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
     """Return the names of the matrices of each product of a layer."""
-    names: dict[str, tuple[str, ...]] = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
+    names: dict[str, tuple[str, ...]] = {**_PRODUCTS, **({} if config.has_gates else {"gate_up": ("mlp.up_proj",)})}
     if config.recurrent is not None and index in config.recurrent_layers:
         inputs = tuple(f"mixer.{name}" for name in config.recurrent.inputs)
         return names | {"qkv": inputs, "o": ("mixer.out_proj",)}
@@ -130,7 +135,7 @@ def _shapes(config: ModelConfig, index: int) -> dict[str, ProductShape]:
     """Return the shape of each product of a layer."""
     hidden, size, (kv_heads, head_dim) = config.hidden_size, config.mlp_size(index), config.heads_of(index)
     mlp = {
-        "gate_up": ProductShape(hidden, (size,) * (2 if config.is_gated else 1), is_gated=config.is_gated),
+        "gate_up": ProductShape(hidden, (size,) * (2 if config.has_gates else 1), is_gated=config.has_gates),
         "down": ProductShape(size, (hidden,)),
     }
     if config.recurrent is not None and index in config.recurrent_layers:

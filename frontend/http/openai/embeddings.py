@@ -61,6 +61,7 @@ class EmbeddingBody(PoolingFields, kw_only=True):
     dimensions: int | None = None
     prompt_name: str | None = None  # see LLM.encode()
     input_type: str | None = None  # query or document; see TextPrompts.name_for()
+    task: str | None = None  # of /v1/embeddings: Jina's name of the adapter
     normalize: bool | None = None  # an older name of use_activation
     embed_dtype: str | None = None  # of base64: float32 (the default) or float16
     endianness: str | None = None  # of base64: native, little (the default) or big
@@ -112,6 +113,8 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     """Embed one text or many."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
+    if body.task is not None:
+        service.check_model(request, body.task, "task")
     params = PoolingParams(dimensions=body.dimensions, use_activation=_first(body.use_activation, body.normalize))
     outputs, shown = await _pooled(service, request, body, params, "embed")
 

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from core.executors.cuda import CudaExecutor
 from core.executors.local import LocalExecutor
 from core.runner import cuda_model_runner
-from ipc.errors import ConfigError
+from ipc.errors import ConfigError, UnsupportedModelError
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import AnyInts, Int32s
+from ipc.wire.lora_messages import AdapterId
+from tests.core.adapters.peft_files import random_matrices, write_peft
 from tests.core.executors.test_cuda_pooling import PROMPTS, vectors
 from tests.triton_device import ANYWHERE
 
@@ -102,6 +105,30 @@ def test_all_tokens_of_a_prompt_are_seen(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(cuda_model_runner, "last_seen", none_later)
     assert np.abs(vectors(executor, config, [0])[0] - seen).max() > 1e-3
+
+
+def test_adapters_change_products_and_no_tables(tmp_path: Path) -> None:
+    kind, matrix = "tables, and norms behind layers", "encoder.layer.1.attention.self.value"
+    adapter = write_peft(tmp_path / "a", random_matrices({matrix: (48, 48)}, 4, 1, ("value",), size=5), rank=4, alpha=8)
+    options: dict[str, Any] = {"enable_lora": True, "lora_modules": {"a": str(adapter)}}
+    found = []
+    for device, executor_of in (("cuda", CudaExecutor), ("cpu", LocalExecutor)):
+        config = config_of(tmp_path, kind, device, **options)
+        executor = executor_of(config)
+        assert executor.adapters is not None
+        own = AdapterId(executor.adapters.list()[0].digest)
+        found.append([vectors(executor, config, [0, 2], one) for one in (own, None)])
+    for on_gpu, on_cpu in zip(*found, strict=True):
+        for number in (0, 2):
+            np.testing.assert_allclose(on_gpu[number], on_cpu[number], rtol=0, atol=2e-5)
+    (adapted, plain), _ = found
+    assert np.abs(adapted[0] - plain[0]).max() > 1e-2
+    assert np.array_equal(adapted[2], plain[2])
+    name = "base_model.model.embeddings.word_embeddings.lora_embedding_"
+    tensors = {f"{name}A": np.ones((4, 120), np.float32), f"{name}B": np.ones((48, 4), np.float32)}
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="lora_embedding is not supported here"):
+        CudaExecutor(config_of(tmp_path, kind, **options))
 
 
 def test_what_encoders_lack_on_a_cpu_they_lack_here(tmp_path: Path) -> None:

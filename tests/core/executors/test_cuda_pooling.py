@@ -14,6 +14,7 @@ from frontend.client.journal import vectors_of
 from ipc.options.config import EngineConfig
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import Floats
+from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import Outputs
 from ipc.wire.pooling_messages import AddPooling
 from tests.triton_device import ANYWHERE
@@ -36,14 +37,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def vectors(executor: CudaExecutor | LocalExecutor, config: EngineConfig, which: list[int]) -> dict[int, Floats]:
-    """Those of some of the prompts, by number."""
+def vectors(
+    executor: CudaExecutor | LocalExecutor, config: EngineConfig, which: list[int], adapter: AdapterId | None = None
+) -> dict[int, Floats]:
+    """Those of some of the prompts, by number. adapter: of the first of these."""
     resolved = resolve(config, executor.info, lambda *_: 40, total_memory_bytes=1 << 34, num_cpus=1)
     executor.initialize_cache(resolved)
     engine, found = EngineCore(resolved, executor), dict[int, Floats]()
     inbox: list[Any] = [
-        (0, AddPooling(number, np.array(PROMPTS[number], "<i4").tobytes(), PoolingParams(task=TASKS[number])))
-        for number in which
+        (0, AddPooling(number, prompt, PoolingParams(task=TASKS[number]), adapter=adapter if not place else None))
+        for place, number in enumerate(which)
+        for prompt in [np.array(PROMPTS[number], "<i4").tobytes()]
     ]
     while inbox or engine.has_work:
         for _, message in engine.step(inbox, 0):

@@ -60,6 +60,12 @@ def test_an_adapter_is_a_model_of_its_own(adapted: Adapted) -> None:
     assert adapted.caller.post("/v1/chat/completions", chat).json["model"] == "sql"
     vectors = [adapted.caller.post("/v1/embeddings", {"model": m, "input": "a"}).json["data"] for m in ("demo", "sql")]
     assert vectors[0] != vectors[1]
+    body = {"model": "demo", "input": "a", "task": "sql"}
+    answer = adapted.caller.post("/v1/embeddings", body).json
+    assert (answer["model"], answer["data"]) == ("demo", vectors[1])
+    other = adapted.caller.post("/v1/embeddings", {**body, "task": "separation"})
+    assert (other.status, other.json["error"]["param"]) == (404, "task")
+    assert "the task 'separation' is not served here; served: demo, sql" in other.json["error"]["message"]
 
 
 def test_the_owner_loads_and_unloads_while_the_engine_runs(adapted: Adapted) -> None:
