@@ -6,16 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-
-from frontend.client.client import EngineClient
+from frontend.client.call_client import CallClient
 from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
 from ipc.machine.memory_files import make_memory_file
-from ipc.tables.arrays import UInt8s
 from ipc.wire.weights_messages import UpdateMode, WeightsMark
 
-if TYPE_CHECKING:  # `engine-core control` needs no session, whose modules take a third of its time
+if TYPE_CHECKING:  # `engine-core control` needs none of these, whose modules take two thirds of its time
     from frontend.session import EngineHandle
+    from ipc.tables.arrays import UInt8s
 
 #: A path in the engine's file system, or (name, array) pairs: NumPy arrays or torch tensors.
 WeightsInput = str | os.PathLike[str] | Iterable[tuple[str, Any]]
@@ -31,7 +29,7 @@ class _Tensor(NamedTuple):
     name: str
     type_name: str  # as in safetensors
     shape: tuple[int, ...]
-    data: UInt8s  # [bytes]
+    data: "UInt8s"  # [bytes]
 
 
 class WeightMethods:
@@ -77,7 +75,7 @@ class WeightMethods:
 class PushedWeights:
     """Weights that a trainer pushes tensor by tensor, as with vLLM's load_weights(), until flush() gives them over."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: CallClient) -> None:
         self._client = client
         self._tensors: dict[str, _Tensor] = {}
 
@@ -100,7 +98,7 @@ class PushedWeights:
             _update_from(self._client, tensors, UpdateMode.WAIT, UPDATE_S)
 
 
-def wake_up(client: EngineClient, tags: list[str] | None = None) -> None:
+def wake_up(client: CallClient, tags: list[str] | None = None) -> None:
     """Wake an engine up; see WeightMethods.wake_up()."""
     if tags is not None and (unknown := set(tags) - {"weights", "kv_cache"}):
         raise InvalidRequestError(f"tags are weights and kv_cache; got {sorted(map(str, unknown))}")
@@ -112,7 +110,7 @@ def wake_up(client: EngineClient, tags: list[str] | None = None) -> None:
     client.wake_up()
 
 
-def update_weights(client: EngineClient, weights: WeightsInput, mode: str, timeout: float | None = None) -> WeightsMark:
+def update_weights(client: CallClient, weights: WeightsInput, mode: str, timeout: float | None = None) -> WeightsMark:
     """Give the engine other weights; see LLM.update_weights()."""
     if mode.upper() not in UpdateMode.__members__:
         raise InvalidRequestError(f"mode must be one of wait, keep, abort; got {mode!r:.80}")
@@ -122,7 +120,7 @@ def update_weights(client: EngineClient, weights: WeightsInput, mode: str, timeo
     return _update_from(client, _tensors(weights), which, limit)
 
 
-def _update_from(client: EngineClient, tensors: list[_Tensor], mode: UpdateMode, timeout: float) -> WeightsMark:
+def _update_from(client: CallClient, tensors: list[_Tensor], mode: UpdateMode, timeout: float) -> WeightsMark:
     if not os.path.exists(f"/proc/{client.welcome.pid}"):
         raise CallFailedError(
             "UpdateWeights: arrays are for an engine on this machine; give the path of a file on the engine's"
@@ -146,6 +144,8 @@ def _tensors(weights: Iterable[tuple[str, Any]]) -> list[_Tensor]:
 
 
 def _tensor(name: str, array: Any) -> _Tensor:
+    import numpy as np  # see above
+
     if hasattr(array, "detach"):  # torch's, whose bfloat16 NumPy does not have
         array = array.detach().to("cpu").contiguous()
         type_name = str(array.dtype).removeprefix("torch.")

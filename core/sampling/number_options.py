@@ -10,6 +10,9 @@ from core.sampling.edit_group import Edit, EditGroup, SampledRows
 from ipc.params.sampling_params import NUMBERS, SamplingParams
 from ipc.tables.arrays import Ints, Positions, Rows
 
+#: The dtype of a number's column, by the kind of the number.
+_DTYPES: dict[type[int] | type[float], type[np.generic]] = {int: np.int64, float: np.float32}
+
 
 class NumberOptions(EditGroup):
     """The rows with an option: a column [rows] per number, with the dtype of the number's declaration.
@@ -23,7 +26,7 @@ class NumberOptions(EditGroup):
     def __init__(self, num_rows: int) -> None:
         """Create empty columns for num_rows rows."""
         names = (*self.options, *self.reads)
-        self.numbers = {name: np.zeros(num_rows, NUMBERS[name].dtype) for name in names}
+        self.numbers = {name: np.zeros(num_rows, _DTYPES[NUMBERS[name].kind]) for name in names}
         self.seed = np.zeros(num_rows, np.uint64)
         self.choice = np.zeros(num_rows, np.int64)
         self._is_used = np.zeros(num_rows, np.bool_)

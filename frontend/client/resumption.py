@@ -1,36 +1,17 @@
-"""Resumption: what a client needs to continue after its engine or connection was lost: the Hello, and the requests."""
+"""Resumption: how a client continues after its engine or connection was lost: it submits unfinished requests again."""
 
 from collections.abc import Callable
 
-import msgspec
-
 from frontend.client.journal import Journal
 from ipc.errors import RequestFailedError
-from ipc.wire.messages import FinishReason, Hello, Limits, encode
+from ipc.wire.messages import FinishReason, Limits, encode
 
 
 class Resumption:
-    """The Hello of a client's next session, and its journal's unfinished requests as frames. Under the client's lock.
+    """A journal's unfinished requests as frames. Under the client's lock."""
 
-    hello: the first session's.
-    """
-
-    def __init__(self, hello: Hello, journal: Journal) -> None:
-        self._hello = hello
+    def __init__(self, journal: Journal) -> None:
         self._journal = journal
-
-    @property
-    def hello(self) -> bytes:
-        """Return the Hello that opens the next session, encoded."""
-        return encode(self._hello)
-
-    def opened(self, session_token: bytes) -> None:
-        """Note that a session is open."""
-        self._hello = msgspec.structs.replace(self._hello, session_token=session_token, num_resumed=0)
-
-    def lost(self) -> None:
-        """Note that an open session was lost. Unfinished requests were accepted, so no bound refuses them."""
-        self._hello = msgspec.structs.replace(self._hello, num_resumed=len(self._journal.unfinished()))
 
     def is_full(self, limits: Limits) -> bool:
         """Return whether the lost engine would accept no more requests; while there is no engine, only the client can

@@ -1,14 +1,19 @@
-"""The sampling parameters that are lists and maps (stop, logit_bias, ...): their bounds and their checks."""
+"""The sampling parameters that are lists and maps (stop, logit_bias, ...): their bounds and their checks.
+
+The functions that use NumPy import it: messages are declared with these types, and a program that reads messages, but
+has no such parameters, should not need 0.1 s for NumPy.
+"""
 
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 
 from ipc.errors import InvalidRequestError
 from ipc.params.parameter import integer
-from ipc.tables.arrays import Ints
+
+if TYPE_CHECKING:
+    from ipc.tables.arrays import Ints
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -62,6 +67,8 @@ def check_logit_bias(bias: object) -> dict[int, float] | None:
     """Return a copy with every bias clamped. Whole columns are checked at once: there may be tens of thousands."""
     if bias is None or bias == {}:
         return None
+    import numpy as np
+
     if not isinstance(bias, dict):
         raise InvalidRequestError(f"logit_bias must map token ids to numbers, got {bias!r:.80}")
     if len(bias) > MAX_LOGIT_BIASES:
@@ -110,12 +117,16 @@ def check_allowed_token_ids(ids: object) -> list[int] | None:
         raise InvalidRequestError(f"allowed_token_ids must be a list of at least one token id, got {ids!r:.80}")
     if len(ids) > MAX_ALLOWED_TOKENS:
         raise InvalidRequestError(f"allowed_token_ids has at most {MAX_ALLOWED_TOKENS} entries, got {len(ids)}")
+    import numpy as np
+
     sorted_ids: list[int] = np.unique(_token_ids("allowed_token_ids", ids)).tolist()
     return sorted_ids
 
 
-def _token_ids(name: str, ids: Collection[Any]) -> Ints:
+def _token_ids(name: str, ids: Collection[Any]) -> "Ints":
     """Return these token ids as an array. Errors: InvalidRequestError for the first that is not a token id."""
+    import numpy as np
+
     if {*map(type, ids)} == {int}:
         try:
             column = np.fromiter(ids, np.int64, len(ids))

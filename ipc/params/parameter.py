@@ -2,7 +2,7 @@
 
 Everything else follows from the declaration: the check when parameters are constructed or decoded, the fields of HTTP
 bodies and of Ollama's options, the command line flag, the keys of model files, the table in docs/sampling.md, and the
-dtype of the column that an option's arithmetic reads.
+dtype of the column that an option's arithmetic reads (core/sampling/number_options.py).
 """
 
 import numbers
@@ -12,7 +12,6 @@ from itertools import compress
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
-import numpy as np
 
 from ipc.errors import InvalidRequestError
 
@@ -36,11 +35,6 @@ class DeclaredParameter(msgspec.Struct, frozen=True):
     kind: type[int] | type[float]
     is_optional: bool  # may be None
     default: int | float | None
-
-    @property
-    def dtype(self) -> type[np.generic]:
-        """Return the dtype of its column: float32 or int64."""
-        return np.float32 if self.kind is float else np.int64
 
     @property
     def bounds(self) -> str:

@@ -6,7 +6,6 @@ from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
-import numpy as np
 
 #: Kinds of features: rows [rows, hidden] float32, little-endian, which replace the embeddings of tokens; ...
 EMBEDS = "embeds"
@@ -111,7 +110,8 @@ def num_bytes(kind: str, shape: Sequence[int]) -> int:
 
 def without_ids(prompt_token_ids: bytes, features: Sequence[FeatureUse]) -> bytes:
     """Return a prompt (int32) with token 0 at the positions of its features."""
-    ids = np.frombuffer(prompt_token_ids, "<i4").copy()
+    ids = bytearray(prompt_token_ids)
     for use in features:
-        ids[use.position : use.position + use.num_rows] = 0
-    return ids.tobytes()
+        place = slice(4 * use.position, 4 * (use.position + use.num_rows))
+        ids[place] = bytes(len(ids[place]))
+    return bytes(ids)

@@ -109,13 +109,21 @@ def test_a_command_is_imported_only_when_called() -> None:
     ) == set()
 
 
-def test_control_imports_neither_the_engine_nor_a_session() -> None:
+def test_control_imports_neither_the_engine_nor_a_session_nor_numpy() -> None:
     """They would take as long as all the rest of a short call."""
     code = placed("import sys, tools.commands.control; print(*sys.modules)")
     loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
     names = {name.removeprefix(PREFIX) for name in loaded.stdout.split()}
-    assert "frontend.client.client" in names
-    assert {"core", "jinja2", "tokenizers", "frontend.session", "frontend.text", "frontend.fleet"} & names == set()
+    assert "frontend.client.call_client" in names
+    assert {
+        "core",
+        "jinja2",
+        "numpy",
+        "tokenizers",
+        "frontend.client.client",
+        "frontend.session",
+        "frontend.text",
+    } & names == set()
 
 
 def test_an_unknown_command_or_flag_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 
-from frontend.client.client import EngineClient
+from frontend.client.call_client import CallClient
 from frontend.client.transport import ZmqTransport
 from frontend.weights import update_weights, wake_up
 from ipc.errors import ConfigError
@@ -19,7 +19,7 @@ from ipc.wire.messages import PauseMode
 from tools.flags.address import address_to_connect, owner_file_to_read
 from tools.flags.options import ArgumentParser
 
-_ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
+_ACTIONS: dict[str, Callable[[CallClient, argparse.Namespace], None]] = {
     "pause": lambda client, options: client.pause(PauseMode[options.mode.upper()]),
     "resume": lambda client, _: client.resume(),
     "drain": lambda client, options: client.drain(move_after=options.move_after),
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
     owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
     token = b"" if owner_file is None else read_owner_file(owner_file)
-    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
+    client = CallClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
     try:
         _ACTIONS[parsed.action](client, parsed)
     finally:
@@ -117,7 +117,7 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def dump(client: EngineClient, out: str | None) -> None:
+def dump(client: CallClient, out: str | None) -> None:
     """Write the running engine's flight recorder to a file, and print its name. The engine does not notice.
 
     Errors: ConfigError if there is none that this user may read; those of write_flight.
@@ -139,7 +139,7 @@ def dump(client: EngineClient, out: str | None) -> None:
     print(describe(written, pid))
 
 
-def steer_adapters(client: EngineClient, words: Sequence[str]) -> None:
+def steer_adapters(client: CallClient, words: Sequence[str]) -> None:
     """Load, unload or list adapters. Errors: ConfigError for other words; CallFailedError."""
     match words:
         case ["list"]:
@@ -157,7 +157,7 @@ def steer_adapters(client: EngineClient, words: Sequence[str]) -> None:
         print(f"{one.name}  rank {one.rank}  {one.num_bytes / 2**20:.1f} MiB  {one.digest}{where}")
 
 
-def change_weights(client: EngineClient, words: Sequence[str], in_flight: str) -> None:
+def change_weights(client: CallClient, words: Sequence[str], in_flight: str) -> None:
     """Give the engine other weights, or show which it has. Errors: ConfigError for several paths; CallFailedError."""
     if len(words) > 1:
         raise ConfigError(f"weights needs one PATH, or none; got {' '.join(words)!r:.80}")
