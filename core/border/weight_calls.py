@@ -4,10 +4,12 @@ A file on the engine's machine is named, and weights never pass through the sock
 every client's streams, and who may name an adapter's path may name this one too.
 """
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable
-from queue import SimpleQueue
+from enum import Enum
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from core import log
@@ -17,7 +19,18 @@ from ipc.wire.messages import CallFailed, ErrorCode
 from ipc.wire.weights_messages import Sleep, UpdateWeights, WakeUp, WeightsMark
 
 _JOIN_S = 1.0  # seconds that close() waits for the weights being read; then their thread is abandoned
+_PAUSE_S = 0.005  # between two pieces of memory, each of which holds up a thread that maps some for up to 4 ms
 _UNSUPPORTED = "this engine's executor cannot change its weights while it runs"
+
+
+_Asked = tuple[int, UpdateWeights, int]  # client, call and the version of its weights
+
+
+class _Word(Enum):
+    """Other words to the reading thread."""
+
+    USED = 1  # the engine uses the weights that were read last
+    CLOSE = 2
 
 
 class WeightReader(Protocol):
@@ -30,6 +43,13 @@ class WeightReader(Protocol):
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
         """Read other weights. Called by one thread. Errors: those of ipc.errors."""
 
+    @property
+    def expects_weights(self) -> bool:
+        """Return whether take_memory_ahead() may have something to do."""
+
+    def take_memory_ahead(self) -> bool:
+        """Take a piece of the memory for the next weights; return whether there is more. Called by that thread."""
+
 
 class WeightCalls:
     """One update at a time, from its call until the engine uses it. Call all methods except _run() with the socket's
@@ -40,12 +60,14 @@ class WeightCalls:
 
     def __init__(self, executor: WeightReader | None, wake: Callable[[], None]) -> None:
         self._executor, self._wake = executor, wake
-        self._asked: SimpleQueue[tuple[int, UpdateWeights, int] | None] = SimpleQueue()
+        self._asked: SimpleQueue[_Asked | _Word] = SimpleQueue()
         self._done: SimpleQueue[tuple[int, NewWeights | CallFailed]] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_busy = False
         #: The weights in use; None = those that the engine started with.
         self.mark: WeightsMark | None = None
+        if executor is not None and executor.expects_weights:
+            self._start(executor)
 
     def refusal(self, call: Sleep | WakeUp) -> CallFailed | None:
         """Return why the engine cannot sleep; None: it can."""
@@ -66,8 +88,7 @@ class WeightCalls:
             text = "another update of the weights has not finished; call again after its answer"
             return CallFailed(call.call, ErrorCode.RESOURCE_EXHAUSTED, text)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(self._executor,), name="weights", daemon=True)
-            self._thread.start()
+            self._start(self._executor)
         self._is_busy = True
         self._asked.put((client, call, 1 + (0 if self.mark is None else self.mark.version)))
         return None
@@ -83,21 +104,35 @@ class WeightCalls:
         if mark.version == (0 if self.mark is None else self.mark.version):
             return False
         self.mark, self._is_busy = mark, False
+        self._asked.put(_Word.USED)
         return True
+
+    def _start(self, executor: WeightReader) -> None:
+        self._thread = threading.Thread(target=self._run, args=(executor,), name="weights", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop the thread after the weights that are being read."""
         if self._thread is not None:
-            self._asked.put(None)
+            self._asked.put(_Word.CLOSE)
             self._thread.join(_JOIN_S)
 
     # --- the reading thread ---
 
     def _run(self, executor: WeightReader) -> None:
-        while (asked := self._asked.get()) is not None:
+        while not isinstance(asked := self._next(executor), _Word):
             client, call, version = asked
             self._done.put((client, self._read(executor, call, version)))
             self._wake()
+
+    def _next(self, executor: WeightReader) -> _Asked | _Word:
+        """Return the next call, or CLOSE. Until it comes, memory for it is taken, piece by piece."""
+        while True:
+            pause = _PAUSE_S if executor.take_memory_ahead() else None
+            with contextlib.suppress(Empty):
+                asked = self._asked.get(timeout=pause)
+                if asked is not _Word.USED:
+                    return asked
 
     def _read(self, executor: WeightReader, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
         try:

@@ -163,6 +163,16 @@ class UpdatesWeights(Protocol):
         for a model that cannot change its weights.
         """
 
+    @property
+    def expects_weights(self) -> bool:
+        """Return whether take_memory_ahead() may have something to do."""
+
+    def take_memory_ahead(self) -> bool:
+        """Make the system assign a piece of the memory that the next weights need, if others are expected.
+
+        Return whether there is more to take. Called by the thread of prepare_weights(), while it waits for a call.
+        """
+
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights from the next plan on, which adds all rows from scratch. No step is in flight.
 

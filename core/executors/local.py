@@ -26,6 +26,7 @@ from core.models.interface import Model
 from core.models.layers.adapted import AdaptedMatrices, AdaptedPart, takes_adapters
 from core.models.layers.adapted_tables import table_shapes
 from core.models.llama import Llama
+from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import AdaptingOperations
 from core.models.operations.weight_form import fits
 from core.models.parts.rank import Rank
@@ -91,6 +92,10 @@ class LocalExecutor:
         self._drafting, self._max_num_seqs = self._load_drafting(config), with_rows(config).max_num_seqs
         #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
+        #: Others are expected while these are in memory: because the option says so, or because that was so before.
+        self.expects_weights = config.reserve_weights and not why_not_updated(self._loaded.source, config)
+        if self.expects_weights and library is not None:
+            library.memory.keep(True)
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
@@ -218,6 +223,14 @@ class LocalExecutor:
         self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, Head) else None)
         return mark
 
+    def take_memory_ahead(self) -> bool:
+        """Take memory for the next weights after an update, when those before it are gone; see UpdatesWeights."""
+        model = self._model
+        if not self.expects_weights or self._new_weights or not isinstance(model, Llama):
+            return False
+        own = model.operations
+        return isinstance(own, CpuOperations) and own.library.memory.take_ahead(own.num_packed_bytes)
+
     @property
     def why_fixed(self) -> str:
         """Return why this model's weights cannot change; "" if they can."""
@@ -228,10 +241,11 @@ class LocalExecutor:
         for cache in filter(None, (self.runner.cache, self.runner.swap_cache)):
             cache.release()
         self._ahead = BlocksAhead(self.runner.cache)
+        self.expects_weights = False
         if self.features is not None:
             self.features.drop_all()
         if isinstance(self._model, Llama) and self._model.library is not None:
-            self._model.library.keep_memory(False)
+            self._model.library.memory.keep(False)
         if level > 1 and isinstance(self._model, Llama):
             self._model.drop_weights()
 
@@ -243,6 +257,7 @@ class LocalExecutor:
                 f"the weights of version {mark.version}, digest {mark.weights:.16}, are not there: give their file"
             )
         assert isinstance(self._model, Llama), type(self._model)
+        self.expects_weights = bool(self._model.layers)
         self._model.drop_weights()  # others may still have the object
         self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
         self.runner.model = self._model

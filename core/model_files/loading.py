@@ -25,6 +25,7 @@ from core.models.grid_encoder import GridEncoder
 from core.models.grid_parts import GridParts
 from core.models.interface import Model
 from core.models.llama import Llama
+from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.weight_form import WeightForm, best_form
 from core.models.parts.rank import Rank
@@ -161,13 +162,15 @@ def load_update(
     library = model.library
     with contextlib.ExitStack() as stack:
         if library is not None:
-            library.keep_memory(True)  # of the weights that these replace, for the next ones
+            library.memory.keep(True)  # of the weights that these replace, for the next ones
             stack.enter_context(library.alone())
             stack.enter_context(library.lent_core())
         if path is None:
             opened = open_weights(config.load_format, own, model.config, dtype, library).tensors
         else:
             opened = load_weights(path, model.config, dtype, library)
+        if isinstance(model.operations, CpuOperations):
+            stack.enter_context(model.operations.library.memory.together(model.operations.num_packed_bytes))
         weights = CheckedWeights(path or own, opened)
         tensors, form = iter(weights), _weight_form(config, model.config, library, generates=True)
         changed = _native(model.config, tensors, dtype, config, library, form, None, None)

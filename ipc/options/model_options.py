@@ -210,6 +210,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "the name of a variant: these, or the start fails",
         ),
     ] = "auto"
+    reserve_weights: Annotated[
+        bool,
+        Option(
+            "machine",
+            "take memory for the first update of the weights when the engine starts, so that it is as fast as later "
+            "ones; the system may take it back",
+        ),
+    ] = False
     weight_cache_bytes: Annotated[
         int,
         Option(

@@ -155,7 +155,7 @@ def pack(
             "packed_bytes", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, result=ctypes.c_int64
         )
         num_bytes = packed_bytes(*weight.shape, ELEMENT_NUMBERS[dtype])
-    packed = library.allocate(num_bytes)
+    packed = library.memory.allocate(num_bytes)
     arguments.packed = packed.ctypes.data
     library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
     columns, depth = weight.shape

@@ -2,25 +2,17 @@
 
 import contextlib
 import ctypes
-import math
-import mmap
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kernels.arrays import UInt8s
 from kernels.block_grids import GRIDS, rows_of
 from kernels.cpu import latent_structs, mixer_structs, structs
 from kernels.cpu.build import CpuLibraryError, has_amx
 from kernels.cpu.c_struct import CStruct
 from kernels.cpu.library_file import find_library
-from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Dtype, Numbers
-from kernels.memory.aligned import ALIGNMENT
-from kernels.rounding import round_up
+from kernels.elements import BFLOAT16, FLOAT16, FLOAT32
+from kernels.memory.weight_memory import WeightMemory
 
 #: Numbers of the element types; enum in elements.h.
 ELEMENT_NUMBERS = {FLOAT32: 0, BFLOAT16: 1, FLOAT16: 2}
@@ -28,10 +20,6 @@ ELEMENT_NUMBERS = {FLOAT32: 0, BFLOAT16: 1, FLOAT16: 2}
 #: Version of the C kernels' arithmetic, part of the model's fingerprint. Raise it with every change to a bit of any
 #: result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
 ARITHMETIC = 1
-
-#: Allocations of fewer bytes than _OWN_BYTES share mappings. What the last of them leaves of a mapping is not touched,
-#: apart from the rest of a huge page: few large mappings leave few rests.
-_OWN_BYTES, _CHUNK_BYTES = 32 << 20, 128 << 20
 
 
 class CpuLibrary:
@@ -50,9 +38,7 @@ class CpuLibrary:
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
-        self._chunk: UInt8s = np.zeros(0, np.uint8)
-        self._allocating = threading.Lock()
-        self._kept: list[mmap.mmap] | None = None  # by keep_memory(), of data that is gone; None = none is kept
+        self.memory = WeightMemory()
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
         if variant == "amx":
@@ -116,65 +102,6 @@ class CpuLibrary:
         Lent cores leave the threads, or return to them, in this call.
         """
         self._wake()
-
-    def keep_memory(self, keeps: bool) -> None:
-        """Keep the memory of data that is gone for the next data from now on, or release it, as usual.
-
-        Clearing new pages takes as long as packing weights into them. Until kept memory is used again, the system may
-        take its pages back.
-        """
-        with self._allocating:
-            self._chunk = np.zeros(0, np.uint8)  # else the next weights would continue in the mapping of these
-            self._kept = (self._kept or []) if keeps else None
-
-    def allocate(self, num_bytes: int) -> UInt8s:
-        """Return bytes [num_bytes] uint8 of any content, 64-byte aligned, for data that is read repeatedly.
-
-        They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
-        mapping, which is released with the last of them. Several threads may pack weights.
-        """
-        with self._allocating:
-            if num_bytes >= _OWN_BYTES:
-                return self._map(num_bytes)[:num_bytes]
-            if num_bytes > len(self._chunk):
-                self._chunk = self._map(_CHUNK_BYTES)
-            taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
-            self._chunk = self._chunk[end:]
-            return taken
-
-    def brief(self, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
-        """Return an uninitialised array for numbers that are packed soon: in kept memory, if memory is kept."""
-        if self._kept is None:
-            return np.empty(shape, dtype)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        with self._allocating:
-            return self._map(num_bytes, max)[:num_bytes].view(dtype).reshape(shape)
-
-    def _map(self, num_bytes: int, choose: Any = min) -> UInt8s:
-        """Return a mapping of at least so many bytes: one that is kept, or a new one.
-
-        choose: min or max, of those that are kept. Arrays for a moment take the largest: then those that stay find
-        mappings of their own sizes, and none is new.
-        """
-        kept = choose((one for one in self._kept or () if len(one) >= num_bytes), key=len, default=None)
-        if kept is not None and self._kept is not None:
-            self._kept.remove(kept)
-            mapping = kept
-        else:
-            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # an operating system without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        chunk = np.frombuffer(mapping, np.uint8)
-        weakref.finalize(chunk, self._take_back, mapping).atexit = False
-        return chunk
-
-    def _take_back(self, mapping: mmap.mmap) -> None:
-        """Take a mapping of which no array is left, in whatever thread the last one has gone."""
-        kept = self._kept
-        if kept is not None:
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_FREE)
-            kept.append(mapping)
 
 
 def load_cpu_library(variant: str | None = None) -> CpuLibrary:

@@ -79,7 +79,7 @@ def quantize(
     num_bytes = library.function("quantize_bytes", pointer, result=ctypes.c_int64)
     write = library.function("gemm_quantize", pointer, result=ctypes.c_int64)
     while wanted := num_bytes(arguments):
-        packed = library.allocate(wanted)
+        packed = library.memory.allocate(wanted)
         arguments.packed = packed.ctypes.data
         if not write(arguments):  # otherwise some panels need more bytes
             has_whole_panels = (packed[: 16 * len(must_be_whole)].view("<i4")[2::4] < 0).any()

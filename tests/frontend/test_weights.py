@@ -341,7 +341,7 @@ def test_steps_leave_a_core_to_an_update(site: Site, monkeypatch: pytest.MonkeyP
 
     kept = list[bool]()
     monkeypatch.setattr(loading, "load_weights", next_to_a_step)
-    monkeypatch.setattr(library, "keep_memory", kept.append)
+    monkeypatch.setattr(library.memory, "keep", kept.append)
     step()
     load_new_weights(site.folders[1], loaded, config, loaded.source)
     step()

@@ -43,8 +43,10 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
+from kernels.memory.aligned import ALIGNMENT
 from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.rounding import round_up
 from kernels.routing import Routing
 from kernels.value_form import ValueForm
 
@@ -128,6 +130,7 @@ class CpuOperations:
         self._cached = cached_layers(config)  # the layers with K and V
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
+        self.num_packed_bytes = 0  # of all matrices that it has made
 
     @property
     def variant(self) -> str:
@@ -252,6 +255,7 @@ class CpuOperations:
 
         name = f"{form.name} gated={is_gated} kept={self._is_kept}"
         data, (element, packing, has_whole_panels) = self._taken(weight, name, make)
+        self.num_packed_bytes += round_up(data.nbytes, ALIGNMENT)
         dtype = next(dtype for dtype, number in ELEMENT_NUMBERS.items() if number == element)
         return PackedWeights(data, *weight.shape, dtype, packing, is_gated, has_whole_panels=bool(has_whole_panels))
 
@@ -268,7 +272,7 @@ class CpuOperations:
             stored = weight.quantized(self.library, is_gated=is_gated, in_8_bits=in_8_bits)
         if stored is not None and (self._dtype == BFLOAT16 or not stored.has_whole_panels):
             return stored  # whole panels are for bfloat16
-        numbers = weight.dense(self._dtype, self.library.brief)
+        numbers = weight.dense(self._dtype, self.library.memory.brief)
         return pack(self.library, numbers, self._dtype, is_gated=is_gated, is_kept=self._is_kept)
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:

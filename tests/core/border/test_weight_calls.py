@@ -17,8 +17,22 @@ class Reader:
 
     why_fixed = ""
 
-    def __init__(self) -> None:
+    def __init__(self, num_pieces: int = 0) -> None:
+        """num_pieces: of memory that are to be taken before the first call."""
         self.may_read = threading.Event()
+        self.num_pieces, self.num_looks = num_pieces, 0
+        self.has_looked = threading.Event()
+
+    @property
+    def expects_weights(self) -> bool:
+        return self.num_pieces > 0
+
+    def take_memory_ahead(self) -> bool:
+        assert threading.current_thread().name == "weights"
+        self.num_looks += 1
+        self.has_looked.set()
+        self.num_pieces -= self.num_pieces > 0
+        return self.num_pieces > 0
 
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
         assert self.may_read.wait(10)
@@ -103,3 +117,30 @@ def test_what_an_executor_cannot_do_is_refused(calls: WeightCalls, reader: Reade
     assert refused is not None
     assert refused.message.endswith("cannot get them again: it is an encoder")
     assert calls.refusal(Sleep(1, 1)) is None
+
+
+def test_memory_is_taken_while_no_call_waits(calls: WeightCalls, reader: Reader) -> None:
+    """After an update that the engine uses, not after one that it may not use yet."""
+    reader.may_read.set()
+    assert calls.begin(7, UpdateWeights(1, "one")) is None
+    ((_, new),) = done(calls)
+    assert isinstance(new, NewWeights)
+    reader.num_pieces = 3
+    reader.has_looked.clear()
+    calls.end(new.mark)
+    while reader.num_pieces:
+        assert reader.has_looked.wait(10)
+    assert calls.begin(7, UpdateWeights(2, "two")) is None
+    assert isinstance(done(calls)[0][1], NewWeights)
+
+
+def test_a_call_does_not_wait_for_the_rest_of_the_memory(reader: Reader) -> None:
+    """Memory for the first update is taken from the start on, if the executor expects one."""
+    reader.num_pieces = 1 << 30
+    reader.may_read.set()
+    calls = WeightCalls(reader, lambda: None)
+    assert reader.has_looked.wait(10)
+    assert calls.begin(7, UpdateWeights(1, "one")) is None
+    assert isinstance(done(calls)[0][1], NewWeights)
+    assert reader.num_pieces
+    calls.close()

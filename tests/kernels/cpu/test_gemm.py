@@ -210,7 +210,7 @@ def test_a_gate_sees_rounded_sums_and_no_other_row(variant, function, dtype):
 
 def test_allocations_are_aligned_and_apart(c_library):
     sizes = [1, 64, 65, 1 << 20, 40 << 20]
-    blocks = [c_library.allocate(size) for size in sizes]
+    blocks = [c_library.memory.allocate(size) for size in sizes]
     assert [len(block) for block in blocks] == sizes
     assert all(block.ctypes.data % 64 == 0 for block in blocks)
     for value, block in enumerate(blocks, 1):
@@ -228,7 +228,7 @@ def test_what_memory_had_before_does_not_matter(variant, shape, monkeypatch):
             memory = np.full(num_bytes + 64, content, np.uint8)
             return memory[-memory.ctypes.data % 64 :][:num_bytes]
 
-        monkeypatch.setattr(variant, "allocate", allocate)
+        monkeypatch.setattr(variant.memory, "allocate", allocate)
         for dtype, options in itertools.product(DTYPES, ({}, {"gate": "silu"}, {"is_kept": True})):
             matrix = PackedMatrix(variant, numbers(*shape, dtype=dtype), **options)
             found.append(matrix(numbers(3, shape[1], dtype=dtype, seed=1)))

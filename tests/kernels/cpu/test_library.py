@@ -4,13 +4,10 @@ import fcntl
 import os
 import platform
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import kernels.cpu.build
@@ -27,9 +24,8 @@ from kernels.cpu.build import (
     variants_of,
     with_digest,
 )
-from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import find_library_soon
-from kernels.elements import BFLOAT16
 
 SOURCE = "void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n"
 
@@ -322,73 +318,3 @@ def test_who_starts_together_builds_once(cache, copying_compiler, monkeypatch, t
     assert [library.variant for library in loaded] == ["portable"] * 3
     assert runs.read_text().split() == ["run"] * 2  # one compiles, one links
     assert len(libraries(cache)) == 1
-
-
-def test_threads_that_pack_weights_get_memory_of_their_own() -> None:
-    """As ranks in threads do, and an update of weights next to steps."""
-    library, before = load_cpu_library(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            blocks = list(threads.map(lambda _: library.allocate(64), range(20_000)))
-    finally:
-        sys.setswitchinterval(before)
-    assert len({block.ctypes.data for block in blocks}) == len(blocks)
-
-
-def test_little_is_left_over_of_the_mappings_that_arrays_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of such a mapping's last huge page is left over, on average."""
-    library, mapped, make = load_cpu_library(), list[int](), CpuLibrary._map
-
-    def counted(self: CpuLibrary, num_bytes: int, choose: Any = min) -> Any:
-        mapped.append(num_bytes)
-        return make(self, num_bytes, choose)
-
-    monkeypatch.setattr(CpuLibrary, "_map", counted)
-    _ = [library.allocate(18 << 20) for _ in range(28)], library.allocate(33 << 20)
-    assert sorted(mapped) == [33 << 20, *4 * [128 << 20]]
-
-
-def test_kept_memory_is_that_of_the_next_data() -> None:
-    """It is used again once the last array in it is gone, and released when it is no longer to be kept."""
-    library, sizes = load_cpu_library(), [40 << 20, 64, 33 << 20, 4096]
-
-    def places(blocks):
-        return [block.ctypes.data for block in blocks]
-
-    library.keep_memory(True)
-    first = [library.allocate(size) for size in sizes]
-    second = [library.allocate(size) for size in sizes]
-    whole, view = places(first)[::2], first[2][100:200].view(np.uint16)
-    assert len({*places(first), *places(second)}) == 8
-    del first
-    third = library.allocate(sizes[0])
-    assert places([third]) == whole[:1]
-    fourth = library.allocate(sizes[2])
-    assert places([fourth]) != whole[1:], "a view is left"
-    third.fill(7)
-    del view
-    assert places([library.allocate(sizes[2] - 5)]) == whole[1:], "of the kept ones the smallest that is large enough"
-    begin = library.brief((3, 5 << 20), BFLOAT16).ctypes.data
-    assert library.brief((5 << 20, 2), BFLOAT16).ctypes.data == begin
-    del fourth
-    assert library.brief((1, 1), BFLOAT16).ctypes.data == begin, "the largest, so that others find their own sizes"
-    library.keep_memory(False)
-    assert is_mapped(whole[0])
-    del third
-    assert not is_mapped(whole[0])
-
-
-def test_memory_that_is_released_is_not_held_by_the_place_of_the_next_data() -> None:
-    library = load_cpu_library()
-    small = library.allocate(64)
-    address = small.ctypes.data
-    del small
-    library.keep_memory(False)
-    assert not is_mapped(address)
-
-
-def is_mapped(address: int) -> bool:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
-    return any(begin <= address < end for begin, end in bounds)

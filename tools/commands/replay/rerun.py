@@ -293,6 +293,15 @@ class LostSteps:
         return self._executor.prepare_weights(path, version)
 
     @property
+    def expects_weights(self) -> bool:
+        """Return False: weights are read when they are used."""
+        return False
+
+    def take_memory_ahead(self) -> bool:
+        """Take no memory."""
+        return False
+
+    @property
     def why_fixed(self) -> str:
         """Return why the weights cannot change; see UpdatesWeights."""
         return self._executor.why_fixed if isinstance(self._executor, UpdatesWeights) else "its executor has none"

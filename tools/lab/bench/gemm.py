@@ -185,7 +185,7 @@ def _random(shape: Shape, dtype: Dtype) -> torch.Tensor:
 
 def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    room = np.empty(_READ_BYTES, np.uint8) if library is None else library.allocate(_READ_BYTES)
+    room = np.empty(_READ_BYTES, np.uint8) if library is None else library.memory.allocate(_READ_BYTES)
     room.fill(0)
     numbers = torch.from_numpy(room).view(torch.float32)
     times: list[float] = []
