@@ -71,6 +71,7 @@ def build_vocabulary(
     made = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends, slices=slices)  # type: ignore[arg-type]
     if in_parts:
         made = made.with_slices(_SLICES)
+    wrapper.tokens = []  # llguidance has copied them, and keeps the wrapper
     wrapper.divide_rest = made.greedy_tokenize
     wrapper.divide = made.greedy_tokenize if build is None else build()
     return made

@@ -242,6 +242,7 @@ def _mapped(fd: int, begin: int, end: int) -> Iterator[UInt8s]:
 def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tuple[int, UInt8s]]:
     """Yield pieces of _PIECE bytes, from `begin` on, with these bytes at ascending places: (place, bytes).
 
+    All are in one array, which has the next one's bytes after that.
     The system keeps what is written in whole huge pages in such pages.
     """
     whole, used = np.zeros(_PIECE, np.uint8), 0
@@ -250,7 +251,8 @@ def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tup
         while done < data.nbytes:
             if place + done >= begin + _PIECE:
                 yield begin, whole
-                begin, used, whole = begin + _PIECE, 0, np.zeros(_PIECE, np.uint8)
+                begin, used = begin + _PIECE, 0
+                whole.fill(0)
                 continue
             at = place + done - begin
             part = data[done : done + _PIECE - at]
