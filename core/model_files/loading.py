@@ -165,6 +165,7 @@ def load_update(
             library.memory.keep(True)  # of the weights that these replace, for the next ones
             stack.enter_context(library.alone())
             stack.enter_context(library.lent_core())
+            stack.enter_context(library.helped())
         if path is None:
             opened = open_weights(config.load_format, own, model.config, dtype, library).tensors
         else:

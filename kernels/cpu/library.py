@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +41,7 @@ class CpuLibrary:
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self.memory = WeightMemory()
+        self.helper: Executor | None = None  # see helped()
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
         if variant == "amx":
@@ -81,6 +84,16 @@ class CpuLibrary:
             yield
         finally:
             leave(0)
+
+    @contextlib.contextmanager
+    def helped(self) -> Iterator[None]:
+        """Let `helper` be another thread that packs weights, alone, in this context."""
+        leave = partial(self.function("pool_leave", ctypes.c_int), 1)
+        with ThreadPoolExecutor(1, "packing", initializer=leave) as self.helper:
+            try:
+                yield
+            finally:
+                self.helper = None
 
     @contextlib.contextmanager
     def lent_core(self) -> Iterator[None]:

@@ -130,7 +130,7 @@ class CpuOperations:
         self._cached = cached_layers(config)  # the layers with K and V
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
-        self.num_packed_bytes = 0  # of all matrices that it has made
+        self.num_packed_bytes = 0  # of all matrices that it has made, but for routers
 
     @property
     def variant(self) -> str:
@@ -230,10 +230,13 @@ class CpuOperations:
         constants: Floats | None = None,
     ) -> PackedMatrix:
         """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
-        is_gated, has_both, stored = gate is not None, self.form is WeightForm.BOTH, None
-        packed = self._pack(weight, WeightForm.STORED if has_both else self.form, is_gated=is_gated)
-        if has_both and packed.packing == QUANTIZED:
-            stored, packed = packed, self._pack(weight, WeightForm.DENSE, is_gated=is_gated)
+        is_gated, has_both = gate is not None, self.form is WeightForm.BOTH
+        packed, stored = (
+            self._pack_both(weight, is_gated) if has_both else (self._pack(weight, is_gated=is_gated), None)
+        )
+        self.num_packed_bytes += sum(
+            round_up(one.packed.nbytes, ALIGNMENT) for one in (packed, stored) if one is not None
+        )
         return PackedMatrix(
             self.library,
             packed,
@@ -246,8 +249,21 @@ class CpuOperations:
             stored=stored,
         )
 
-    def _pack(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool = False) -> PackedWeights:
-        """Take the packed weight from the cache, or pack it."""
+    def _pack_both(self, weight: StoredMatrix, is_gated: bool) -> tuple[PackedWeights, PackedWeights | None]:
+        """Pack the weight as the model's dtype, and also as stored if that is quantized. See CpuLibrary.helped()."""
+        helper = self.library.helper
+        if helper is not None and not any(part.type_name in PLAIN_TYPES for part in weight.parts):
+            other = helper.submit(self._pack, weight, WeightForm.STORED, is_gated=is_gated)
+            packed, stored = self._pack(weight, WeightForm.DENSE, is_gated=is_gated), other.result()
+            return packed, stored if stored.packing == QUANTIZED else None
+        stored = self._pack(weight, WeightForm.STORED, is_gated=is_gated)
+        if stored.packing != QUANTIZED:
+            return stored, None
+        return self._pack(weight, WeightForm.DENSE, is_gated=is_gated), stored
+
+    def _pack(self, weight: StoredMatrix, form: WeightForm | None = None, *, is_gated: bool = False) -> PackedWeights:
+        """Take the packed weight from the cache, or pack it. form: None = the model's."""
+        form = form or self.form
 
         def make() -> tuple[UInt8s, tuple[int, ...]]:
             packed = self._pack_now(weight, form, is_gated=is_gated)
@@ -255,7 +271,6 @@ class CpuOperations:
 
         name = f"{form.name} gated={is_gated} kept={self._is_kept}"
         data, (element, packing, has_whole_panels) = self._taken(weight, name, make)
-        self.num_packed_bytes += round_up(data.nbytes, ALIGNMENT)
         dtype = next(dtype for dtype, number in ELEMENT_NUMBERS.items() if number == element)
         return PackedWeights(data, *weight.shape, dtype, packing, is_gated, has_whole_panels=bool(has_whole_panels))
 

@@ -1,5 +1,6 @@
 """The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
 
+import threading
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,12 +11,13 @@ from core.model_files.loading import load_model
 from core.model_files.model_config import read_model_config
 from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import load_cpu_library
-from kernels.cpu.packed_weights import QUANTIZED
+from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
@@ -109,6 +111,35 @@ def test_dequantized_at_load_the_bits_are_those_as_stored(kind: str) -> None:
     for model in forms.values():
         assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
         assert model.variant == expected.variant
+
+
+def test_two_threads_pack_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an update, another thread packs the form as stored. What is not quantized has one form, and is packed once."""
+    library, names, make = load_cpu_library(), list[str](), CpuOperations._pack_now
+
+    def named(self: CpuOperations, weight: StoredMatrix, form: WeightForm, *, is_gated: bool) -> PackedWeights:
+        names.append(f"{threading.current_thread().name} {form.name}")
+        return make(self, weight, form, is_gated=is_gated)
+
+    monkeypatch.setattr(CpuOperations, "_pack_now", named)
+
+    def packed(weights: dict[str, Any]) -> list[bytes]:
+        names.clear()
+        model = Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
+        products = [cast(PackedMatrix, one) for layer in model.layers for one in layer.products.values()]
+        arrays = [one for product in products for one in (product.packed, product._stored) if one is not None]
+        assert sum(one.nbytes for one in arrays) <= cast(CpuOperations, model.operations).num_packed_bytes
+        return [bytes(one) for one in arrays]
+
+    quantized, plain = quantized_weights("plain"), random_weights(KINDS["plain"], BFLOAT16)
+    alone = [packed(quantized), packed(plain)]
+    with library.helped():
+        assert packed(quantized) == alone[0]
+        assert {"packing_0 STORED", "MainThread DENSE"} <= {*names}
+        assert "MainThread STORED" not in names
+        assert packed(plain) == alone[1]
+        assert {*names} == {"MainThread STORED"}
+    assert library.helper is None
 
 
 def test_plain_matrices_have_one_form() -> None:
