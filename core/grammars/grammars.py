@@ -170,11 +170,13 @@ class Grammars:
             self.check_usable()
             with _switching_often():
                 vocabulary, build = self._read or self._read_files_now()
+                self._read = None
                 try:
-                    self._vocabulary = build_vocabulary(vocabulary, build)
+                    divide = build()
                 except ModelFileError as error:
                     raise self._unusable(error) from None
-            self._read = None
+                del build  # with what it was made of: llguidance needs as much memory
+                self._vocabulary = build_vocabulary(vocabulary, divide)
         return self._vocabulary
 
     def _read_files_now(self) -> tuple[Vocabulary, Callable[[], Divide]]:

@@ -54,13 +54,10 @@ class _Wrapper:
         return self.divide(text[:_DIVIDED]) + self.divide_rest(text[_DIVIDED:])
 
 
-def build_vocabulary(
-    vocabulary: Vocabulary, build: Callable[[], Divide] | None = None, *, in_parts: bool = True
-) -> "LLTokenizer":
+def build_vocabulary(vocabulary: Vocabulary, divide: Divide | None = None, *, in_parts: bool = True) -> "LLTokenizer":
     """Return the vocabulary for llguidance.
 
-    build: returns the function that splits forced texts into tokens; None: the longest tokens are used, which is faster
-    to build.
+    divide: splits forced texts into tokens; None: the longest tokens are used.
     in_parts: build in two calls, which together take a third more time. Each call holds the GIL from start to end, and
     steps wait for it.
     """
@@ -73,5 +70,5 @@ def build_vocabulary(
         made = made.with_slices(_SLICES)
     wrapper.tokens = []  # llguidance has copied them, and keeps the wrapper
     wrapper.divide_rest = made.greedy_tokenize
-    wrapper.divide = made.greedy_tokenize if build is None else build()
+    wrapper.divide = divide or made.greedy_tokenize
     return made

@@ -258,16 +258,19 @@ def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokeni
 def _merges(metadata: Mapping[str, GgufValue], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is not a
     token.
+
+    vocabulary: ids by token, in the order of the ids.
     """
-    merges = []
+    merges, tokens = [], list(vocabulary)
     for index, line in enumerate(_list(metadata, "tokenizer.ggml.merges", str)):
         left, _, right = line.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        first, second = vocabulary.get(left), vocabulary.get(right)
+        if first is None or second is None or left + right not in vocabulary:
             raise ModelFileError(
                 f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated by a "
                 "space, that form a third"
             )
-        merges.append((left, right))
+        merges.append((tokens[first], tokens[second]))  # not copies of them, which take 100 bytes a merge
     return merges
 
 

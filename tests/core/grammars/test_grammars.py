@@ -4,6 +4,8 @@ import gc
 import json
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from core.grammars import grammars as module
 from core.grammars.compilation import compile_grammar
 from core.grammars.grammars import Grammars
-from core.grammars.vocabulary import build_vocabulary
+from core.grammars.vocabulary import Divide, Vocabulary, build_vocabulary
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
@@ -121,6 +123,35 @@ def test_masks_are_the_library_s_own_for_its_own_reading_of_the_tokenizer(gramma
             token = allowed(np.frombuffer(mask, np.uint32))[-1]
             assert ours.consume_token(token)
             assert other.consume_token(token)
+
+
+def test_what_a_vocabulary_is_made_of_is_gone_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's own files are, before llguidance makes as much again; and its list of tokens, afterwards."""
+
+    class Tokens(list[bytes]):
+        """A list that can be watched."""
+
+    grammars, read = make_grammars(), Grammars._read_files_now
+    watched: list[weakref.ref[Any]] = []
+
+    def read_watched(self: Grammars) -> tuple[Vocabulary, Callable[[], Divide]]:
+        vocabulary, build = read(self)
+        tokens = Tokens(vocabulary.tokens)
+        watched.extend((weakref.ref(build), weakref.ref(tokens)))
+        return Vocabulary(tokens, vocabulary.special, vocabulary.size, vocabulary.eos_token_ids), build
+
+    def build_later(*arguments: Any) -> LLTokenizer:
+        assert watched[0]() is None
+        assert watched[1]() is not None
+        return build_vocabulary(*arguments)
+
+    monkeypatch.setattr(Grammars, "_read_files_now", read_watched)
+    monkeypatch.setattr(module, "build_vocabulary", build_later)
+    assert grammars.vocabulary().size == VOCAB_SIZE
+    grammars.load()
+    gc.collect()
+    assert watched[1]() is None
+    assert accepts(grammars, "aa", regex="a+")
 
 
 def test_a_vocabulary_made_in_one_call_allows_what_one_made_in_parts_allows() -> None:

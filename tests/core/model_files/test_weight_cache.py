@@ -294,6 +294,18 @@ def test_a_file_is_checked_piece_by_piece_after_it_is_written(folder: Path, monk
     assert np.array_equal(WeightCache(["model"], LIBRARY, MANY).take("matrix", never)[0], packed(1, (5 << 20) + 7)[0])
 
 
+def test_a_file_is_written_from_one_piece_of_memory() -> None:
+    data = np.arange(3 << 20, dtype=np.uint8)
+    places, written = set[int](), bytearray()
+    for place, piece in weight_cache._in_pieces([(at << 22, data) for at in range(5)], 0):
+        places.add(piece.ctypes.data)
+        assert place == len(written)
+        written += piece.tobytes()
+    gap = bytes(1 << 20)
+    assert written == gap.join([data.tobytes()] * 5), "nothing of an earlier piece is left in a gap"
+    assert len(places) == 1
+
+
 def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -> None:
     build("llama2").save_pretrained(tmp_path / "model")
 

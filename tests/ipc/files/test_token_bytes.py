@@ -6,6 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files import gguf_vocabulary
 from ipc.files.gguf import parse_gguf_metadata
 from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import GGUF_HEADER, read_tokenizer_files, resolve_model
@@ -71,3 +72,11 @@ def test_what_is_no_vocabulary_of_bytes_is_refused() -> None:
 )
 def test_byte_level_names(token: str, expected: bytes) -> None:
     assert byte_level_bytes(token) == expected
+
+
+def test_merges_are_made_of_the_vocabulary_s_own_strings() -> None:
+    """Copies would take 100 bytes a merge, of which large vocabularies have hundreds of thousands."""
+    vocabulary = {"hello": 0, "world": 1, "helloworld": 2}
+    (pair,) = gguf_vocabulary._merges({"tokenizer.ggml.merges": ["hello world"]}, vocabulary)
+    assert pair == ("hello", "world")
+    assert all(any(part is token for token in vocabulary) for part in pair)
