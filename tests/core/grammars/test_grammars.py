@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from core.grammars import grammars as module
+from core.grammars import token_files
 from core.grammars.compilation import compile_grammar
 from core.grammars.grammars import Grammars
 from core.grammars.vocabulary import Divide, Vocabulary, build_vocabulary
@@ -131,11 +132,11 @@ def test_what_a_vocabulary_is_made_of_is_gone_when_it_is_not_needed(monkeypatch:
     class Tokens(list[bytes]):
         """A list that can be watched."""
 
-    grammars, read = make_grammars(), Grammars._read_files_now
+    grammars, read = make_grammars(), token_files.read_vocabulary
     watched: list[weakref.ref[Any]] = []
 
-    def read_watched(self: Grammars) -> tuple[Vocabulary, Callable[[], Divide]]:
-        vocabulary, build = read(self)
+    def read_watched(*arguments: Any) -> tuple[Vocabulary, Callable[[], Divide]]:
+        vocabulary, build = read(*arguments)
         tokens = Tokens(vocabulary.tokens)
         watched.extend((weakref.ref(build), weakref.ref(tokens)))
         return Vocabulary(tokens, vocabulary.special, vocabulary.size, vocabulary.eos_token_ids), build
@@ -145,7 +146,7 @@ def test_what_a_vocabulary_is_made_of_is_gone_when_it_is_not_needed(monkeypatch:
         assert watched[1]() is not None
         return build_vocabulary(*arguments)
 
-    monkeypatch.setattr(Grammars, "_read_files_now", read_watched)
+    monkeypatch.setattr(token_files, "read_vocabulary", read_watched)
     monkeypatch.setattr(module, "build_vocabulary", build_later)
     assert grammars.vocabulary().size == VOCAB_SIZE
     grammars.load()

@@ -294,16 +294,27 @@ def test_a_file_is_checked_piece_by_piece_after_it_is_written(folder: Path, monk
     assert np.array_equal(WeightCache(["model"], LIBRARY, MANY).take("matrix", never)[0], packed(1, (5 << 20) + 7)[0])
 
 
-def test_a_file_is_written_from_one_piece_of_memory() -> None:
-    data = np.arange(3 << 20, dtype=np.uint8)
-    places, written = set[int](), bytearray()
-    for place, piece in weight_cache._in_pieces([(at << 22, data) for at in range(5)], 0):
-        places.add(piece.ctypes.data)
-        assert place == len(written)
-        written += piece.tobytes()
-    gap = bytes(1 << 20)
-    assert written == gap.join([data.tobytes()] * 5), "nothing of an earlier piece is left in a gap"
-    assert len(places) == 1
+def test_a_file_is_written_from_one_piece_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, write = list[int](), os.pwrite
+    size = (9 << 20) + 7  # so that the second matrix begins after a gap, in the second piece
+
+    def watched(fd: int, data: Any, at: int) -> int:
+        if isinstance(data, memoryview):  # otherwise it is the header
+            places.append(np.frombuffer(data, np.uint8).ctypes.data)
+        return write(fd, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_cache.os, "pwrite", watched)
+        cache = WeightCache(["model"], LIBRARY, MANY)
+        for number in (1, 2):
+            cache.take(f"matrix {number}", lambda number=number: packed(number, size))
+        keep(cache)
+    assert len(places) == 3
+    assert len({*places}) == 1
+    (path,) = folder.glob("*.weights")
+    assert path.read_bytes()[-size - 57 : -size] == bytes(57), "nothing of an earlier piece is left in the gap"
+    cache = WeightCache(["model"], LIBRARY, MANY)
+    assert all(np.array_equal(cache.take(f"matrix {one}", never)[0], packed(one, size)[0]) for one in (1, 2))
 
 
 def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -> None:

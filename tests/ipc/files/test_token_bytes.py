@@ -74,9 +74,15 @@ def test_byte_level_names(token: str, expected: bytes) -> None:
     assert byte_level_bytes(token) == expected
 
 
-def test_merges_are_made_of_the_vocabulary_s_own_strings() -> None:
+def test_merges_are_made_of_the_vocabulary_s_own_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies would take 100 bytes a merge, of which large vocabularies have hundreds of thousands."""
-    vocabulary = {"hello": 0, "world": 1, "helloworld": 2}
-    (pair,) = gguf_vocabulary._merges({"tokenizer.ggml.merges": ["hello world"]}, vocabulary)
-    assert pair == ("hello", "world")
-    assert all(any(part is token for token in vocabulary) for part in pair)
+    make, seen = models.BPE, list[tuple[str, str]]()
+
+    def watched(vocab: dict[str, int], merges: list[tuple[str, str]], **options: bool) -> models.BPE:
+        seen.extend(pair for pair in merges if all(any(part is token for token in vocab) for part in pair))
+        return make(vocab=vocab, merges=merges, **options)
+
+    monkeypatch.setattr(gguf_vocabulary.models, "BPE", watched)
+    lists = {"tokens": ["hello", "world", "helloworld"], "merges": ["hello world"]}
+    build_gguf_tokenizer({"tokenizer.ggml.model": "gpt2", **{f"tokenizer.ggml.{key}": lists[key] for key in lists}})
+    assert seen == [("hello", "world")]

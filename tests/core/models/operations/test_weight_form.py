@@ -1,6 +1,7 @@
 """The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,14 +11,15 @@ from core.executors.local import usual_dtype
 from core.model_files.loading import load_model
 from core.model_files.model_config import read_model_config
 from core.models.llama import Llama
+from core.models.operations import cpu_operations
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import PackedMatrix, pack
 from kernels.cpu.library import load_cpu_library
-from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
+from kernels.cpu.packed_weights import QUANTIZED
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
@@ -115,31 +117,35 @@ def test_dequantized_at_load_the_bits_are_those_as_stored(kind: str) -> None:
 
 def test_two_threads_pack_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an update, another thread packs the form as stored. What is not quantized has one form, and is packed once."""
-    library, names, make = load_cpu_library(), list[str](), CpuOperations._pack_now
+    library, names = load_cpu_library(), set[str]()
 
-    def named(self: CpuOperations, weight: StoredMatrix, form: WeightForm, *, is_gated: bool) -> PackedWeights:
-        names.append(f"{threading.current_thread().name} {form.name}")
-        return make(self, weight, form, is_gated=is_gated)
+    def named(what: str, make: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **options: Any) -> Any:
+            names.add(f"{what} in {threading.current_thread().name}")
+            return make(*given, **options)
 
-    monkeypatch.setattr(CpuOperations, "_pack_now", named)
+        return call
 
-    def packed(weights: dict[str, Any]) -> list[bytes]:
+    monkeypatch.setattr(StoredMatrix, "quantized", named("as stored", StoredMatrix.quantized))
+    monkeypatch.setattr(cpu_operations, "pack", named("dense", pack))
+
+    def made(weights: dict[str, Any]) -> Llama:
         names.clear()
-        model = Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
-        products = [cast(PackedMatrix, one) for layer in model.layers for one in layer.products.values()]
-        arrays = [one for product in products for one in (product.packed, product._stored) if one is not None]
-        assert sum(one.nbytes for one in arrays) <= cast(CpuOperations, model.operations).num_packed_bytes
-        return [bytes(one) for one in arrays]
+        return Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
 
     quantized, plain = quantized_weights("plain"), random_weights(KINDS["plain"], BFLOAT16)
-    alone = [packed(quantized), packed(plain)]
+    alone = [made(quantized), made(plain)]
     with library.helped():
-        assert packed(quantized) == alone[0]
-        assert {"packing_0 STORED", "MainThread DENSE"} <= {*names}
-        assert "MainThread STORED" not in names
-        assert packed(plain) == alone[1]
-        assert {*names} == {"MainThread STORED"}
+        helped = [made(quantized)]
+        assert {"as stored in packing_0", "dense in MainThread"} <= names
+        assert "as stored in MainThread" not in names
+        helped.append(made(plain))
+        assert names == {"as stored in MainThread", "dense in MainThread"}
     assert library.helper is None
+    for model, expected in zip(helped, alone, strict=True):
+        assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
+        own, theirs = (cast(CpuOperations, one.operations) for one in (model, expected))
+        assert own.num_packed_bytes == theirs.num_packed_bytes > 0
 
 
 def test_plain_matrices_have_one_form() -> None:
