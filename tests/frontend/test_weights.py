@@ -79,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with LLM(str(one), **OPTIONS) as llm:
             answers.append(answer(llm))
     capture = folder / "run.cap"
-    with LLM(str(folders[0]), **OPTIONS, capture=str(capture)) as llm:
+    with LLM(str(folders[0]), **OPTIONS, capture=str(capture), reserve_weights=True) as llm:
         assert bits(answer(llm)) == bits(answers[0])
         yield Site(llm, folders, answers, capture)
 
