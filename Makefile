@@ -1,5 +1,7 @@
 # make run    ask the demo model (PROMPT="..." asks that)
 # make test   all that a change must pass: linters, import rules, types, tests (WORKERS=3 is for two cores)
+# make stress  the suite, RUNS times, next to BURN processes that compute (ARGS="tests/ipc" runs only those; a line for
+#             each run goes into .stress/runs.jsonl, and all lines are summarized; RUNS=0 only does that)
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
@@ -28,6 +30,9 @@ TORCH ?= torch==2.13.0
 TRITON ?= $(if $(wildcard /dev/nvidia0),triton,triton==3.9.0)
 # Processes that run the tests. A quarter of the time of these is waiting, so two cores have work for three.
 WORKERS ?= 3
+# Of `make stress`.
+RUNS ?= 1
+BURN ?= 4
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -43,8 +48,8 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test suite test-wheel soak pythons clients page ray programs published gpu gpu-report gpu-ahead arm check lint types \
-	kernels map venv clean
+.PHONY: run test suite test-wheel stress soak pythons clients page ray programs published gpu gpu-report gpu-ahead arm \
+	check lint types kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -62,6 +67,10 @@ suite: kernels
 
 test-wheel: $(DEV_STAMP)
 	$(BIN)/python -m tests.build_wheel.suite --processes $(WORKERS) $(ARGS)
+
+stress: kernels
+	unset MAKEFLAGS MFLAGS MAKELEVEL; \
+	  $(BIN)/python -m tests.stress --runs $(RUNS) --burn $(BURN) --processes $(WORKERS) $(or $(ARGS),tests)
 
 soak: $(DEV_STAMP)
 	ENGINE_CORE_TESTS_EXEC=1 $(BIN)/python -m pytest -q -m soak --timeout 1800 tests
@@ -136,4 +145,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .published .pythons .ray .arm .gpu build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
+	rm -rf $(VENV) .clients .programs .published .pythons .ray .arm .gpu .stress build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .schemathesis
