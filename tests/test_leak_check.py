@@ -7,24 +7,29 @@ from pathlib import Path
 
 CONFTEST = Path(__file__).parent / "conftest.py"
 
+#: What it leaves ends when the file `held` is gone, the thread when the main thread has ended: after the check on any
+#: machine.
 LEAKY = """
 import os, signal, subprocess, sys, tempfile, threading
+
+HOLD = "import os, sys, time\\nwhile os.path.exists(sys.argv[1]): time.sleep(0.05)"
+HELD = os.path.join(os.path.dirname(__file__), "held")
 
 def test_ignores_interrupts():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 def test_leaves_a_child():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2.1)"])
+    subprocess.Popen([sys.executable, "-c", HOLD, HELD, "a-child"])
 
 def test_leaves_a_grandchild():
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(2.2)'])"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]])"
+    subprocess.run([sys.executable, "-c", code, HOLD, HELD, "a-grandchild"], check=True)
 
 def test_leaves_a_file():
     os.close(tempfile.mkstemp(suffix=".forgotten")[0])
 
 def test_leaves_a_thread():
-    threading.Thread(target=threading.Event().wait, args=(2.0,), name="forgotten-thread").start()
+    threading.Thread(target=threading.main_thread().join, name="forgotten-thread").start()
 """
 
 
@@ -38,12 +43,17 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_leaks_are_found(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, LEAKY)
+    held = tmp_path / "held"
+    held.touch()
+    try:
+        done = run_pytest(tmp_path, LEAKY)
+    finally:
+        held.unlink()
     assert "5 passed, 2 errors" in done.stdout, done.stdout + done.stderr
     for what in (
         "SIGINT is left to",
-        "time.sleep(2.1)",
-        "time.sleep(2.2)",
+        "held a-child",
+        "held a-grandchild",
         ".forgotten",
         "thread forgotten-thread",
     ):
