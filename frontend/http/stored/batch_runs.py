@@ -195,25 +195,34 @@ class BatchRun:
         await self._all.store.change(self.batch)
 
     async def _finish(self, status: str) -> None:
-        """End the batch, and show its files."""
-        batch = self.batch
-        if batch.status != FINALIZING and status != "failed":
-            batch.plan.end_as = status
+        """End the batch, show its files, and then say so: who sees the end finds the files. Errors: HttpError."""
+        if self.batch.status != FINALIZING:
+            self.batch.plan.end_as = status
             await self._reach(FINALIZING)
-        batch.status = status
-        batch.plan.times[status] = int(time.time())
-        await self._all.store.finish(batch)
+        ended = self._ended(status)
+        await self._all.store.finish(ended)
+        self.batch = ended
+
+    def _ended(self, status: str) -> Batch:
+        """Return the batch as it is when it has ended. Its own state stays."""
+        plan = self.batch.plan
+        times = {**plan.times, status: int(time.time())}
+        return msgspec.structs.replace(self.batch, status=status, plan=msgspec.structs.replace(plan, times=times))
 
     async def _fail(self, *problems: Problem) -> None:
         """End the batch with an error. As long as that cannot be stored, this server alone says it."""
-        self.batch.plan.problems = list(problems)
-        _log.error("the batch %s: %s", self.batch.id, problems[0].message)
+        self._end_as = self._end_as or "failed"  # it cannot be cancelled any more
+        ended = self._ended("failed")
+        ended.plan.problems = list(problems)
+        _log.error("the batch %s: %s", ended.id, problems[0].message)
         while True:
             try:
-                await self._finish("failed")
+                await self._all.store.finish(ended)
                 return
             except HttpError as error:
-                _log.error("the end of the batch %s is not stored yet: %s", self.batch.id, error)
+                _log.error("the end of the batch %s is not stored yet: %s", ended.id, error)
+            finally:
+                self.batch = ended
             await asyncio.sleep(_STORE_AGAIN_S)
 
     # --- its lines ---

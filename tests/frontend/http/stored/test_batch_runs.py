@@ -18,7 +18,7 @@ from frontend.http.openai.batch_lines import BatchRequest, read_line
 from frontend.http.request import LocalAnswer
 from frontend.http.stored import batch_runs
 from frontend.http.stored.batch_runs import PRIORITY, Batches, own_body
-from frontend.http.stored.batch_store import VALIDATING, Batch, Plan
+from frontend.http.stored.batch_store import UNFINISHED, VALIDATING, Batch, Plan
 from frontend.http.stored.database import MIN_STORE_BYTES, Database
 from frontend.http.stored.files import HIDDEN, NEVER, PROCESSED, File, FileInfo, FileStore
 from frontend.http.stored.slots import Slots
@@ -319,11 +319,9 @@ def test_a_line_that_fails_gives_its_place_back(tmp_path: Path, monkeypatch: pyt
             raise HttpError(507, "full")
 
         async with serving(tmp_path / "s", echo, width=1) as server:
-            batch = await server.create(LINES)
+            await server.create(LINES)
             monkeypatch.setattr(server.files, "add_part", fail)
-            while server.batches.runs:
-                await asyncio.sleep(0.001)
-            assert batch.status == "failed"
+            assert (await server.end()).status == "failed"
             await asyncio.wait_for(server.batches.lines.take("other"), 1)
 
     asyncio.run(run())
@@ -376,6 +374,38 @@ def test_an_end_that_cannot_be_stored_is_shown_until_it_can(
             assert (await server.batches.store.get("b", "")).status == "validating"
             is_full = False
             assert (await server.end()).status == "failed"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("parts", "status"), [(LINES, "completed"), ([b"{}\n"], "failed")])
+def test_who_sees_the_end_finds_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: Sequence[bytes], status: str
+) -> None:
+    """Storing the end takes time, in which callers ask, and cancel."""
+
+    async def run() -> None:
+        is_stored, may_end = asyncio.Event(), asyncio.Event()
+        async with serving(tmp_path / "s", echo) as server:
+            finish = server.batches.store.finish
+
+            async def late(batch: Batch) -> None:
+                await finish(batch)
+                is_stored.set()
+                await may_end.wait()
+
+            monkeypatch.setattr(server.batches.store, "finish", late)
+            await server.create(parts)
+            await asyncio.wait_for(is_stored.wait(), 60)
+            run = server.batches.runs["b"]
+            assert run.batch.shown()["status"] in UNFINISHED
+            assert run.batch.shown()[f"{status}_at"] is None
+            await server.batches.cancel(run.batch)  # too late
+            may_end.set()
+            stored = (await server.end()).shown()
+            assert run.batch.shown() == stored
+            assert stored["status"] == status
+            assert (stored["output_file_id"] is not None) == (status == "completed")
 
     asyncio.run(run())
 
