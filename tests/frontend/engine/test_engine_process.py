@@ -78,6 +78,16 @@ def private_files() -> list[str]:
     return sorted(str(path) for path in Path(os.environ["TMPDIR"]).rglob("engine-core-*"))
 
 
+@pytest.fixture
+def endless_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An engine that never gets further than to start Python: a real one may be ready before this process goes on."""
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(60)\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+@pytest.mark.usefixtures("endless_start")
 def test_a_process_that_is_stopped_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("LIMIT_S", 0.2), ("LOOK_S", 0.05)):
         monkeypatch.setattr(f"frontend.engine.process.{name}", seconds)
@@ -181,6 +191,7 @@ def test_bad_address_is_known_before_anything_starts() -> None:
         EngineProcess(FAKE, listen="tcp://0.0.0.0:5000")
 
 
+@pytest.mark.usefixtures("endless_start")
 def test_killed_while_starting() -> None:
     engine = EngineProcess(FAKE)
     engine.start()
@@ -190,6 +201,7 @@ def test_killed_while_starting() -> None:
     assert engine.describe_exit().endswith("was killed by SIGKILL")
 
 
+@pytest.mark.usefixtures("endless_start")
 def test_start_timeout_names_the_phase_and_ends_the_process() -> None:
     engine = EngineProcess(FAKE, start_timeout=0.2)
     engine.start()
