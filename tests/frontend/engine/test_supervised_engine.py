@@ -214,15 +214,28 @@ def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
         client.close()
 
 
+class Starts:
+    """Called in each phase of a start, and holds it there: on a busy machine a start is over before a test sees it."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def __call__(self, phase: str, seconds: float) -> None:
+        self.may_go_on.wait(PATIENCE_S)
+
+
 def test_a_drain_during_a_restart_waits_for_the_engine_that_starts(tmp_path: Path) -> None:
     """It has accepted nothing, but clients wait for it with requests that were accepted."""
-    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s", on_phase=(starts := Starts())) as engine:
         client = connected(engine)
         numbers = submit(client)
+        starts.may_go_on.clear()
         kill(engine.process)
         while engine.supervisor.state is not State.STARTING:
             time.sleep(0.001)
         engine.drain()
+        starts.may_go_on.set()
         check(client, numbers)
         assert wait_for_end(engine)
         assert engine.supervisor.num_deaths == 1
@@ -266,15 +279,17 @@ def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> Non
 def test_who_waits_for_an_engine_that_is_told_to_stop_knows_at_once(is_starting: bool, tmp_path: Path) -> None:
     """Told twice between two processes, of which neither can say it. Else clients wait for their resume_s, 60 s."""
     rules = RestartRules(delays_s=(0.0 if is_starting else PATIENCE_S,))
-    with supervised(FAKE, rules, listen=f"ipc://{tmp_path}/s") as engine:
+    with supervised(FAKE, rules, listen=f"ipc://{tmp_path}/s", on_phase=(starts := Starts())) as engine:
         client = connected(engine)
         number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
+        starts.may_go_on.clear()
         kill(engine.process)
         while engine.supervisor.state is not (State.STARTING if is_starting else State.WAITING):
             time.sleep(0.001)
         begin = time.monotonic()
         engine.drain()
         engine.drain()
+        starts.may_go_on.set()
         with pytest.raises(EngineDeadError, match="was told to stop"):  # by the process, where it was far enough
             client.wait(np.array([number]), PATIENCE_S)
         assert time.monotonic() - begin < PATIENCE_S / 2
