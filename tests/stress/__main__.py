@@ -81,7 +81,7 @@ def summary(runs: list[Run]) -> str:
         loads = [each["load"] for each in group]
         lines += [
             f"{counted(len(group), 'run')} of {arguments}",
-            f"    {failed} failed; {sum(each['passed'] for each in group)} tests passed in {hours:.1f} hours",
+            f"    {failed} failed; {sum(each['passed'] for each in group)} tests passed in {hours:.2f} hours",
             f"    burn {burn}, load {min(loads)} to {max(loads)}, {cores} cores of {cpu}",
         ]
     failures = Counter(name for each in runs for name in each["failed"])

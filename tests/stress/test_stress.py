@@ -45,10 +45,10 @@ def test_the_summary_counts_runs_of_the_same_and_each_failure() -> None:
     ]
     assert summary(runs).splitlines() == [
         "4 runs of tests",
-        "    3 failed; 297 tests passed in 2.0 hours",
+        "    3 failed; 297 tests passed in 2.00 hours",
         "    burn 4, load 6.0 to 9.5, 2 cores of a CPU",
         "1 run of --processes 2 tests/ipc",
-        "    0 failed; 7 tests passed in 0.1 hours",
+        "    0 failed; 7 tests passed in 0.10 hours",
         "    burn 2, load 6.0 to 6.0, 2 cores of a CPU",
         "failed 2: t.py::a (bbbb, cccc+)",
         "failed 1: t.py::b (cccc+)",
