@@ -38,6 +38,7 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_leaky.py").write_text(test)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder / "base"), "."]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(CONFTEST.parents[1])
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take seconds to load
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 

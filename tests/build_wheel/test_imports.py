@@ -221,3 +221,11 @@ def test_no_module_is_named_by_text() -> None:
     assert named.pop("frontend/text/request_templates.py") == {"frontend.text.template_process"}  # likewise
     assert named.pop("tools/cli.py") == {"tools.commands.completion"}
     assert named.keys() == {"tools/command_table.py"}
+
+
+def test_what_a_test_replaces_is_there_in_a_wheel_too() -> None:
+    """It is named by an object, or by a text that begins with PREFIX (tests/placed.py)."""
+    plain = re.compile(rf'setattr\(\s*f?"(?:{"|".join(PACKAGES)})\.')
+    assert plain.search("setattr" + '("core.log.x", 1)')
+    found = {str(path): plain.findall(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    assert {path for path, names in found.items() if names} == set()

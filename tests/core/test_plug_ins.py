@@ -14,6 +14,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.options.devices import DEVICES, EXECUTORS
 from ipc.options.given_options import config_from_options
+from tests.placed import PREFIX, placed
 
 Install = Callable[..., None]
 
@@ -31,7 +32,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     modules = set(sys.modules)
 
     def make(distribution: str, source: str, devices: tuple[str, ...] = (), **entries: str) -> None:
-        (tmp_path / f"{distribution}_module.py").write_text(source)
+        (tmp_path / f"{distribution}_module.py").write_text(placed(source))
         info = tmp_path / f"{distribution}-1.5.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
@@ -63,7 +64,7 @@ def test_only_what_is_named_is_imported(install: Install) -> None:
 
 def test_a_built_in_name_stays_ours(install: Install) -> None:
     install("thief", GOOD, fake="")
-    assert import_executor(EngineConfig(executor="fake")).__name__ == "core.executors.fake"
+    assert import_executor(EngineConfig(executor="fake")).__name__ == f"{PREFIX}core.executors.fake"
 
 
 @pytest.mark.parametrize(

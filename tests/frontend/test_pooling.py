@@ -144,6 +144,7 @@ CARD = (
 )
 
 
+@pytest.mark.checkout
 def test_a_reranker_reads_what_its_template_makes_of_a_pair(tmp_path: Path) -> None:
     """A language model of bytes as a reranker."""
     write(tmp_path, LLAMA, random_weights(model_shapes(LLAMA), 1))

@@ -26,6 +26,7 @@ def has_room(words: bytes) -> bool:
     return words.endswith(b"\0\0")
 
 
+@pytest.mark.checkout
 def test_an_engine_is_a_child_with_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     seen = []

@@ -76,7 +76,7 @@ def pytest_of(folder: Path, *options: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    return {**kept, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return {**kept, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

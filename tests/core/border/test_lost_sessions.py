@@ -7,6 +7,7 @@ from core.border.accounts import Load
 from core.border.inbox import Inbox
 from core.border.sessions import Session, Sessions
 from ipc.wire.messages import Outputs
+from tests.placed import PREFIX
 
 
 class PlayedSocket:
@@ -63,7 +64,7 @@ def test_losses_in_a_row_keep_what_was_not_sent_again(sessions: Sessions, monkey
     second.resumable = {*sessions.resumable_after(first.token), 11}
     sessions.lose(second)
     assert sessions.resumable_after(second.token) == {7, 9, 11}
-    monkeypatch.setattr("core.border.sessions.MAX_FINISHED", 1)
+    monkeypatch.setattr(f"{PREFIX}core.border.sessions.MAX_FINISHED", 1)
     third = open_session(sessions)
     third.resumable = {1, 2}
     sessions.lose(third)

@@ -19,6 +19,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.wire.messages import AddRequest
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, make_grammars, schema, structured, tokenizer_files
+from tests.placed import PREFIX
 
 Make = Callable[..., CheckedGrammars]
 #: It takes two tenths of a second, and tens of megabytes.
@@ -204,9 +205,9 @@ def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
         made.append(build_vocabulary(*arguments))
         return made[-1]
 
-    monkeypatch.setattr("core.grammars.grammars.build_vocabulary", build)
+    monkeypatch.setattr(f"{PREFIX}core.grammars.grammars.build_vocabulary", build)
     returned: list[int] = []
-    monkeypatch.setattr("kernels.memory.free_memory.return_free_memory", lambda: returned.append(len(made)))
+    monkeypatch.setattr(f"{PREFIX}kernels.memory.free_memory.return_free_memory", lambda: returned.append(len(made)))
     grammars = Grammars(read, VOCAB_SIZE, (EOS,))
     checked = make(grammars)
     for _ in range(3):

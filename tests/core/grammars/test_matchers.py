@@ -11,6 +11,7 @@ from ipc.errors import InvalidRequestError
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.tables.arrays import Int32s
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, tokenizer
+from tests.placed import PREFIX
 
 GRAMMARS = make_grammars()
 PARAMS = [
@@ -116,7 +117,7 @@ def test_an_output_that_the_grammar_refuses_fails_the_row() -> None:
 def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the limit is a token that the grammar refuses, so the new matcher fails too."""
     made = []
-    monkeypatch.setattr("core.grammars.matchers.is_of_lexer", lambda matcher: True)
+    monkeypatch.setattr(f"{PREFIX}core.grammars.matchers.is_of_lexer", lambda matcher: True)
     monkeypatch.setattr(GRAMMARS, "renew", lambda params: made.append(params) or GRAMMARS.matcher(params))
     matchers = RowMatchers(GRAMMARS, 1)
     matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
@@ -127,7 +128,7 @@ def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch
 
 def test_a_matcher_that_shares_nothing_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, made = make_grammars(), []
-    monkeypatch.setattr("core.grammars.matchers.is_of_lexer", lambda matcher: True)
+    monkeypatch.setattr(f"{PREFIX}core.grammars.matchers.is_of_lexer", lambda matcher: True)
     monkeypatch.setattr(grammars, "renew", lambda params: made.append(params) or grammars.matcher(params))
     matchers = RowMatchers(grammars, 2)
     matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
@@ -192,7 +193,7 @@ def test_a_long_forced_text_is_divided_a_piece_at_a_time(
         lengths.append(len(text))
         return tokenizer().encode(text, add_special_tokens=False).ids
 
-    monkeypatch.setattr("core.grammars.token_files._divide", lambda built: divide)
+    monkeypatch.setattr(f"{PREFIX}core.grammars.token_files._divide", lambda built: divide)
     text, matchers = "yes" * count, RowMatchers(make_grammars(), 1)
     matchers.add(0, structured(choice=[text]), np.zeros(0, np.int32))
     tokens: list[int] = []

@@ -37,6 +37,7 @@ from kernels.cpu.quantized import BlockRows, in_q8_0
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.recurrence import StateRows
 from tests.core.runner.invariance import KINDS, TINY
+from tests.placed import PREFIX
 
 BLOCK = 16
 #: As Nemotron-H, with a table of positions.
@@ -290,7 +291,7 @@ def test_a_group_that_adds_has_other_bits(library: CpuLibrary) -> None:
     expected = digest(model, config)
     model.decoder = None  # operation after operation: results have no `largest`
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.models.step.HiddenResult.largest", np.zeros(0, np.int32))
+        patch.setattr(f"{PREFIX}core.models.step.HiddenResult.largest", np.zeros(0, np.int32))
         one_by_one = digest(model, config)
         parts = list(open_weights("dummy", None, config, FLOAT32).tensors)  # type: ignore[arg-type]
         weights = {name: weight for name, weight in parts if isinstance(weight, np.ndarray)}

@@ -32,6 +32,7 @@ from kernels.torch.group import DeviceGroup
 from tests.core.adapters.peft_files import random_matrices
 from tests.core.executors.test_cuda_architectures import VOCAB, OnDevice, logits, shape_config
 from tests.core.models.test_llama import random_weights
+from tests.placed import PREFIX
 from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
@@ -299,7 +300,7 @@ def test_columns_are_gathered_and_rows_are_joined() -> None:
 
 
 def test_a_device_whose_products_are_not_ordered_has_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("core.models.device_model.products_are_ordered", lambda *_: False)
+    monkeypatch.setattr(f"{PREFIX}core.models.device_model.products_are_ordered", lambda *_: False)
     group: Any = None
     with pytest.raises(ConfigError, match="needs numerics level L2, which this device lacks"):
         model(config_of("llama"), FLOAT32, Rank(Shard(0, 2), group))

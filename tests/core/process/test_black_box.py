@@ -18,6 +18,7 @@ from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.black_box import NO_READING, BlackBoxFile, request_digest, size_of
 from ipc.tables.arrays import NO_INT32S
+from tests.placed import PREFIX
 from tests.raw_client import PATIENCE_S, RawClient
 
 PARAMS = SamplingParams(temperature=0.0)
@@ -157,7 +158,7 @@ def test_the_first_step_is_expected_by_the_warm_up() -> None:
 
 def test_what_a_step_may_take_survives_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
-    monkeypatch.setattr("core.process.black_box.time.monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(f"{PREFIX}core.process.black_box.time.monotonic_ns", lambda: now[0])
     page = BlackBoxFile(8)
 
     def step(steps: Steps, count: int, took_ns: int) -> int:

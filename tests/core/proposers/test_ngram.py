@@ -8,6 +8,7 @@ from core.batch.table import BatchTable, RequestStart
 from core.proposers.ngram import NgramProposer
 from ipc.tables.arrays import NO_INT32S, Ints
 from tests.core.driving import add_message
+from tests.placed import PREFIX
 
 MOST = 6
 LENGTHS = (5, 4, 3, 2)
@@ -36,7 +37,7 @@ def searched(tokens: list[int], low: int, high: int) -> list[int]:
 @pytest.mark.parametrize("few_rows", [0, 6])
 def test_it_finds_what_a_search_finds(few_rows: int, low: int, high: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With five rows: all as columns, or one after the other."""
-    monkeypatch.setattr("core.proposers.ngram.FEW_ROWS", few_rows)
+    monkeypatch.setattr(f"{PREFIX}core.proposers.ngram.FEW_ROWS", few_rows)
     rng = np.random.default_rng(low)
     table, rows = table_with([rng.integers(3, size=rng.integers(high, 40)).tolist() for _ in range(5)])
     proposer, num_found = NgramProposer(table, tuple(range(high, low - 1, -1)), 100_000), 0

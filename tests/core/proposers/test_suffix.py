@@ -16,6 +16,7 @@ from core.proposers.suffix import SuffixProposer
 from ipc.options.speculation import SpeculativeConfig
 from ipc.tables.arrays import NO_INT32S, Ints
 from tests.core.driving import add_message
+from tests.placed import PREFIX
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 MOST = 8
@@ -94,7 +95,7 @@ def test_few_rows_one_by_one_find_what_many_find_as_columns(monkeypatch: pytest.
                 one = few.propose(asked, MOST)
                 with monkeypatch.context() as columns:
                     for module in ("ngram", "suffix"):
-                        columns.setattr(f"core.proposers.{module}.FEW_ROWS", 0)
+                        columns.setattr(f"{PREFIX}core.proposers.{module}.FEW_ROWS", 0)
                     other = many.propose(asked, MOST)
                 found = one.counts > 0
                 num_found += int(found.sum())

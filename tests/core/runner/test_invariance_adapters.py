@@ -32,6 +32,7 @@ from tests.core.runner.invariance import (
     with_adapter,
 )
 from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS, mixed
+from tests.placed import PREFIX
 
 
 class Shelf:
@@ -170,7 +171,7 @@ def test_the_state_of_another_adapter_is_noticed(monkeypatch: pytest.MonkeyPatch
     """If the prefix cache did not tell adapters apart, a prompt would start from a state that another one left."""
     model, adapters = shelf("bfloat16", "gated delta")
     if is_planted:
-        monkeypatch.setattr("core.batch.request.root_of_message", lambda message: PLAIN_ROOT)
+        monkeypatch.setattr(f"{PREFIX}core.batch.request.root_of_message", lambda message: PLAIN_ROOT)
     own, other, _ = adapters.digests
     settings: dict[str, Any] = {"adapters": adapters, "adapter": own, "max_loras": 2, "max_tokens": 4}
     alone = run(model, PROMPT, prefix_caching=False, **settings)

@@ -35,6 +35,7 @@ from tests.core.runner.invariance import (
     KINDS as MODELS,
 )
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, SCENARIOS, Preempting, mixed, scenario
+from tests.placed import PREFIX
 
 Streams = dict[tuple[int, int], list[int]]  # by number and choice
 VARIANTS = usable_variants()
@@ -142,7 +143,9 @@ def test_a_wrong_acceptance_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runner that takes every draft as right gives other streams."""
     model = tiny_model(FLOAT32)
     plain, _, _ = heard(model, None, {}, 5)
-    monkeypatch.setattr("core.runner.model_runner.accepted", lambda rows, offsets, sampled, table: offsets >= 0)
+    monkeypatch.setattr(
+        f"{PREFIX}core.runner.model_runner.accepted", lambda rows, offsets, sampled, table: offsets >= 0
+    )
     try:
         got, _, _ = heard(model, "random", plain.tokens, 5)
     except AssertionError:

@@ -29,6 +29,7 @@ from tests.core.runner.invariance import (
     tiny_model,
 )
 from tests.core.runner.invariance_scenarios import PROMPT, Preempting, mixed
+from tests.placed import PREFIX
 
 NUM_DRAFTS = 4
 
@@ -141,7 +142,7 @@ def test_a_draft_model_of_fewer_positions_stops_there() -> None:
 
 def test_drafts_that_no_plan_takes_are_made_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(FLOAT32)
-    monkeypatch.setattr("core.scheduling.draft_rule.DraftRule.may_pay", lambda *_: False)
+    monkeypatch.setattr(f"{PREFIX}core.scheduling.draft_rule.DraftRule.may_pay", lambda *_: False)
     _, stats, recorder = heard(model, model, [request(1, PROMPT[:30], 150, 0.5)])
     assert stats.num_drafts == 0
     assert isinstance(recorder.drafter, Counted)

@@ -34,6 +34,7 @@ from core.tiers.peers import DISTRUST_S, PAUSE_S, Peers
 from core.tiers.portable_names import PortableNames
 from ipc.keys.curve import add_client, make_engine_keys
 from ipc.wire.sockets import bind_router
+from tests.placed import PREFIX
 
 pytestmark = pytest.mark.timeout(60)
 SIZE, KEY = 4, bytes(range(32))
@@ -162,7 +163,7 @@ def test_a_block_that_is_overwritten_while_it_is_copied_is_not_sent(monkeypatch:
         site.evictions[3] += 1
         return pack_block(name, parts, key)
 
-    monkeypatch.setattr("core.tiers.memory_shelf.pack_block", pack_slowly)
+    monkeypatch.setattr(f"{PREFIX}core.tiers.memory_shelf.pack_block", pack_slowly)
     assert shelf.pack(b"n" * 16) is None
 
 

@@ -19,6 +19,7 @@ from ipc.errors import MalformedMessageError
 from ipc.machine.channel import Channel
 from kernels.elements import FLOAT32
 from kernels.memory.shared_file import SharedFile
+from tests.placed import PREFIX
 
 NUM_BLOCKS = 6
 
@@ -44,7 +45,7 @@ def served(blocks: SharedBlocks, monkeypatch: pytest.MonkeyPatch) -> Iterator[tu
         ends.append(code)
         is_over.set()
 
-    monkeypatch.setattr("core.workers.block_server.os._exit", end)
+    monkeypatch.setattr(f"{PREFIX}core.workers.block_server.os._exit", end)
     ours, theirs = socket.socketpair()
     server = BlockServer(Channel(theirs), blocks)
     try:

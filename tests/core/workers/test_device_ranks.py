@@ -19,6 +19,7 @@ from kernels.cpu.group import make_shared_file
 from tests.core.executors.test_cuda_recurrent import KINDS_OF_LAYERS, write
 from tests.core.workers.part_answers import MODEL, STATE_SPACE, answers, config_of, kill, requests
 from tests.core.workers.test_worker_adapters import LORA, adapted, adapters_of
+from tests.placed import PREFIX
 from tests.triton_device import ANYWHERE, ON_GPU
 
 pytestmark = ANYWHERE
@@ -118,7 +119,7 @@ def test_no_more_ranks_than_query_heads(folder: str) -> None:
 def test_more_ranks_than_gpus_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    monkeypatch.setattr("core.workers.device_part.cuda_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(f"{PREFIX}core.workers.device_part.cuda_device", lambda: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     memory = make_shared_file()
     try:

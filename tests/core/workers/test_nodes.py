@@ -27,6 +27,7 @@ from ipc.machine.child_process import child_environment
 from ipc.options.config import EngineConfig
 from ipc.options.workers import in_one_process, master_address
 from tests.core.workers.part_answers import answers, config_of, kill
+from tests.placed import PREFIX
 from tools.cli import main
 
 Disturb = dict[int, Callable[[WorkersExecutor], None]]
@@ -230,7 +231,7 @@ def test_a_machine_with_other_files_is_refused_and_one_that_is_missing_is_named(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
     monkeypatch.setattr(nodes, "files_fingerprint", lambda config: "0123456789abcdef")
-    monkeypatch.setattr("core.workers.executor._JOIN_S", 4.0)
+    monkeypatch.setattr(f"{PREFIX}core.workers.executor._JOIN_S", 4.0)
     port = free_port()
     machine = Machine(tmp_path / "other", f"tcp://127.0.0.2:{port}")
     with pytest.raises(EngineStartError, match=r"machine 1 of 2 has not joined within 4 s: run `engine-core worker"):

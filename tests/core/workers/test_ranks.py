@@ -30,6 +30,7 @@ from tests.core.workers.part_answers import (
     config_of,
     kill,
 )
+from tests.placed import PREFIX
 
 
 def test_every_bit_is_that_of_one_process(folder: str, alone: list[Any]) -> None:
@@ -152,7 +153,7 @@ def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the model's 2 layers"):
         load_executor(config_of(folder, 1, pipeline_parallel_size=3))
     with monkeypatch.context() as patch:  # no worker is started for a number that cannot be
-        patch.setattr("core.workers.executor.WorkersExecutor", None)
+        patch.setattr(f"{PREFIX}core.workers.executor.WorkersExecutor", None)
         with pytest.raises(ConfigError, match="tensor_parallel_size=99 is more than the 4 query heads"):
             load_executor(config_of(folder, 99))
 

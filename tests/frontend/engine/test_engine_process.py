@@ -90,7 +90,7 @@ def endless_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("endless_start")
 def test_a_process_that_is_stopped_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, seconds in (("LIMIT_S", 0.2), ("LOOK_S", 0.05)):
-        monkeypatch.setattr(f"frontend.engine.process.{name}", seconds)
+        monkeypatch.setattr(f"{PREFIX}frontend.engine.process.{name}", seconds)
     process = EngineProcess(EngineConfig(executor="fake"))
     process.start()
     pid = process.pid

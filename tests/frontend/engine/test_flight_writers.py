@@ -28,6 +28,7 @@ from tests.frontend.engine.supervised import (
     supervised,
     wait_for_end,
 )
+from tests.placed import placed
 from tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -200,6 +201,6 @@ def test_a_file_that_takes_too_long_is_given_up() -> None:
     words += "def spin(*_):\n    while True: pass\n"
     words += "w.write_flight = spin; w.limit_process(); code = w.main(['0', '7', 'text'])\n"
     words += "w.log.flush(5); sys.exit(code)"
-    ended = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", placed(words)], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1, ended.stderr
     assert "the flight recorder of engine process 7 was not written: it takes over 1 s" in ended.stderr

@@ -15,6 +15,7 @@ from kernels.elements import FLOAT32
 from tests.core.models.grid_checkpoints import LARGE, greedy, tiny_tokenizer, write_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
 from tests.frontend.http.caller import Answer, Caller, serving
+from tests.placed import PREFIX
 from tools.cli import main
 
 Image = pytest.importorskip("PIL.Image")
@@ -101,7 +102,7 @@ def test_what_is_too_large_is_refused_and_harms_no_other(options: list[str]) -> 
 def test_an_engine_says_that_images_may_be_long(
     model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("core.model_files.loading.LONG_IMAGE", 1000)
+    monkeypatch.setattr(f"{PREFIX}core.model_files.loading.LONG_IMAGE", 1000)
     load_model(Path(model), FLOAT32, EngineConfig())
     assert "an image may have up to 1024 tokens" in capfd.readouterr().err
     load_model(Path(model), FLOAT32, EngineConfig(image_max_pixels=1000 * 128**2))

@@ -15,6 +15,7 @@ from frontend.http.intake import Intake
 from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
 from frontend.http.wire.exchange import Exchange, Message, NoWire
+from tests.placed import PREFIX
 
 COUNT = 300
 
@@ -171,7 +172,7 @@ class OpeningFails:
 
 
 def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.http.replies.pump.HEAD_S", 0.0)
+    monkeypatch.setattr(f"{PREFIX}frontend.http.replies.pump.HEAD_S", 0.0)
     ended = list[int]()
     sent = list[Message]()
     request: Any = SimpleNamespace(

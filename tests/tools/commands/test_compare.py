@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.captures import CONFIG, capture_in_process
+from tests.placed import PREFIX
 from tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,8 +49,10 @@ def test_a_capture_of_the_other_version_is_run_anew_here(
     """The file was written by a version that decides as neither does."""
     source = tmp_path / "a.cap"
     with monkeypatch.context() as patch:
-        patch.setattr("core.scheduling.preemption.Preemption.victims_first", lambda self, candidates: candidates)
-        patch.setattr("core.scheduling.admission.ceil_div", lambda value, by: -(-value // by) + 1)
+        patch.setattr(
+            f"{PREFIX}core.scheduling.preemption.Preemption.victims_first", lambda self, candidates: candidates
+        )
+        patch.setattr(f"{PREFIX}core.scheduling.admission.ceil_div", lambda value, by: -(-value // by) + 1)
         capture_in_process(source, TIGHT)
     other = other_tree(tmp_path / "other", "return candidates[order]", "return candidates[order][::-1]")
     assert main(["replay", str(source), "--compare", str(other)]) == 3

@@ -13,6 +13,7 @@ from ipc.errors import ModelFileError
 from ipc.files.model_files import resolve_model
 from tests.core.model_files.test_packed_golden import folder_with, packing_of
 from tests.frontend.test_model_files_end_to_end import write_gguf
+from tests.placed import PREFIX
 from tools.commands.inspect import EXIT_REFUSED, main
 from tools.lab.bench.tiny_model import write_tiny_model
 
@@ -109,7 +110,7 @@ def test_a_folder_that_transformers_would_run(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_not_in_the_cache_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ipc.files.hub_cache.cached_models", list)
+    monkeypatch.setattr(f"{PREFIX}ipc.files.hub_cache.cached_models", list)
     with pytest.raises(ModelFileError, match="engine-core pull org/name:Q4_K_M"):
         main(["org/name:Q4_K_M"])
 

@@ -17,6 +17,7 @@ from ipc.keys.curve import new_keys, write_engine_keys
 from ipc.params.sampling_params import SamplingParams
 from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
+from tests.placed import PREFIX
 from tools.commands.ray_fleet import fleet as fleet_module
 from tools.commands.ray_fleet.fleet import Change, RayFleet, RayReplica, deploy
 
@@ -211,7 +212,7 @@ def test_what_cannot_be_deployed_is_said_and_leaves_nothing(ray: Ray, monkeypatc
 @pytest.fixture(name="replica")
 def real_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RayReplica, str]]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("tools.commands.ray_fleet.fleet.node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(f"{PREFIX}tools.commands.ray_fleet.fleet.node_address", lambda: "127.0.0.1")
     keys = new_keys()
     write_engine_keys(str(tmp_path / "ours"), keys)
     replica = RayReplica(FAKE, "theirs", (keys.public, keys.secret, keys.engine), 60.0)

@@ -30,6 +30,7 @@ from ipc.wire.messages import Abort, AddRequest, Outputs
 from ipc.wire.pooling_messages import AddPooling
 from tests.captures import CONFIG, frames_of, write_frames
 from tests.columns import pack_numbers
+from tests.placed import PREFIX
 from tools.cli import main
 from tools.commands.replay.output_rows import output_rows
 from tools.commands.replay.rerun import replay_config
@@ -197,7 +198,7 @@ def test_a_disturbance_lasts_as_long_as_it_did_whatever_runs_in_it() -> None:
 
 
 def test_noise_is_in_the_error_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_spread_runs: int) -> None:
-    monkeypatch.setattr("tools.commands.replay.what_if.report.NUM_SPREAD_RUNS", few_spread_runs)
+    monkeypatch.setattr(f"{PREFIX}tools.commands.replay.what_if.report.NUM_SPREAD_RUNS", few_spread_runs)
     record(tmp_path / "a.cap", CONFIG, workload(), noise=0.5)
     report = what_if("", simulator(tmp_path / "a.cap"), parse_changes(["max_num_seqs=8,2", "watermark=0.01"]))
     same, fewer = report.changes
@@ -254,7 +255,9 @@ def test_a_simulation_reads_no_clock(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_engine_that_gets_stuck_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path / "a.cap", CONFIG, workload(5))
     base = simulator(tmp_path / "a.cap")
-    monkeypatch.setattr("core.scheduling.scheduler.Scheduler.has_unfinished_requests", property(lambda self: True))
+    monkeypatch.setattr(
+        f"{PREFIX}core.scheduling.scheduler.Scheduler.has_unfinished_requests", property(lambda self: True)
+    )
     with pytest.raises(CaptureFileError, match="no request makes progress"):
         simulate(CONFIG, base.info, base.recording, base.time, most_empty_steps=100)
 

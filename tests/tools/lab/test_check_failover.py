@@ -16,6 +16,7 @@ import pytest
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import serving
 from tests.frontend.http.conftest import FAKE
+from tests.placed import PREFIX
 from tools.cli import main
 from tools.lab.check_failover.__main__ import EXIT_BROKEN, EXIT_HELD, EXIT_NOT_JUDGED, Cell, Stream, conclusion
 from tools.lab.check_failover.calls import Call, Received, Request, Service, wait_until_back
@@ -319,7 +320,7 @@ def test_what_a_service_says_cannot_control_a_terminal(tmp_path: Path, capsys: p
 def test_answers_are_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.lab.check_failover.calls._MAX_ANSWER_BYTES", 100)
+    monkeypatch.setattr(f"{PREFIX}tools.lab.check_failover.calls._MAX_ANSWER_BYTES", 100)
     with faking(tmp_path / "killed", "") as server:
         assert main(["check-failover", "--url", server.url, "--kill", "true", "--requests", "1"]) == 1
     assert "or the answer is too long" in capsys.readouterr().err
@@ -341,7 +342,9 @@ def children(pid: int) -> list[int]:
 def test_an_engine_that_is_killed_holds(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(*FAKE, "--executor-option", "step_us=3000", "-m", str(resolve_model(None))) as caller:
         (engine,) = (
-            pid for pid in children(caller.process.pid) if b"-m\0core" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            pid
+            for pid in children(caller.process.pid)
+            if f"-m\0{PREFIX}core".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
         kill = f"kill -9 {engine}"
         status, found = check(f"http://127.0.0.1:{caller.port}", kill, capsys, "--moments", "mid", "--tokens", "128")

@@ -10,6 +10,7 @@ import pytest
 
 from kernels.triton.self_test import factors, tile_digests
 from tests.kernels.triton.tensor_core import AMPERE, HOPPER, product
+from tests.placed import PREFIX
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
 from tools.lab.bench.gpu.report import EMULATED, Item, Report, items
 
@@ -93,7 +94,7 @@ def test_a_part_of_the_report_is_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         commands.append(command)
         return SimpleNamespace(returncode=len(commands), stdout="out", stderr="err")
 
-    monkeypatch.setattr("tools.lab.bench.gpu.report.subprocess.run", run)
+    monkeypatch.setattr(f"{PREFIX}tools.lab.bench.gpu.report.subprocess.run", run)
     by_name = {item.name: item for item in items()}
     for number, name in enumerate(("goldens of the demo model", "ends of products"), 1):
         record = by_name[name].run()

@@ -22,6 +22,7 @@ from frontend.metrics.server import MetricsServer
 from ipc.errors import AddressError, ConfigError, EngineStartError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.placed import PREFIX
 from tests.tools.test_cli import command, environment, serving
 from tools.service.metrics import measuring, served_metrics
 
@@ -124,7 +125,7 @@ def test_an_engine_that_starts_is_not_up_yet() -> None:
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("frontend.metrics")]:
+    for name in [name for name in sys.modules if name.startswith(f"{PREFIX}frontend.metrics")]:
         monkeypatch.delitem(sys.modules, name)
     for name in ("prometheus_client", "prometheus_client.core"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -24,6 +24,7 @@ from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
 from tests.core.runner.test_invariance_quantized import quantized_weights
+from tests.placed import PREFIX
 from tools.lab.bench.tiny_model import write_tiny_model
 
 _ZEN_4 = "avx512_bf16 avx512_vnni"
@@ -57,8 +58,10 @@ def test_the_best_form_is_known_by_the_kernels_the_cpu_and_the_threads(
 def test_what_would_fill_the_memory_stays_as_stored(
     bytes_per_weight: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: 1000 * bytes_per_weight)
-    monkeypatch.setattr("core.models.operations.weight_form.has_whole_vectors", lambda: True)
+    monkeypatch.setattr(
+        f"{PREFIX}core.models.operations.weight_form.usable_memory_bytes", lambda: 1000 * bytes_per_weight
+    )
+    monkeypatch.setattr(f"{PREFIX}core.models.operations.weight_form.has_whole_vectors", lambda: True)
     assert best_form("avx512bf16", 2, 1000) is form
 
 
@@ -72,7 +75,7 @@ def test_what_pools_has_one_form(runner: Any, tmp_path: Path, monkeypatch: pytes
         asked.append(has_few_rows)
         return WeightForm.STORED
 
-    monkeypatch.setattr("core.model_files.loading.best_form", choose)
+    monkeypatch.setattr(f"{PREFIX}core.model_files.loading.best_form", choose)
     load_model(tmp_path, BFLOAT16, EngineConfig(model=str(tmp_path), runner=runner, threads=1))
     assert asked == [runner == "generate"]
 
@@ -91,7 +94,9 @@ def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
 ) -> None:
     write_tiny_model(tmp_path)
     weights = read_model_config(tmp_path).num_matrix_weights
-    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: weights * bytes_per_weight)
+    monkeypatch.setattr(
+        f"{PREFIX}core.models.operations.weight_form.usable_memory_bytes", lambda: weights * bytes_per_weight
+    )
     monkeypatch.setattr(Path, "read_text", lambda path, *_: f"flags : fpu {flags}\n")
     assert usual_dtype(tmp_path) == dtype
     if flags == "sse4_2":  # the projector counts where memory does

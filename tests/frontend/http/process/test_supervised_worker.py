@@ -114,6 +114,7 @@ def test_after_a_drain_none_follows(watched: Watched, is_starting: bool) -> None
         wait_for(lambda: watched.news != [] and watched.supervised.worker._child is not None)
     worker = watched.supervised.worker
     watched.do(watched.supervised.drain)
+    wait_for(lambda: watched.supervised.has_ended, 60.0)  # stop() kills a worker that still starts after 5 s
     watched.do(watched.supervised.stop)
     wait_for(lambda: worker.exit_status is not None)
     watched.close()
