@@ -28,6 +28,7 @@ def other_tree(folder: Path, old: str, new: str) -> Path:
     return folder
 
 
+@pytest.mark.checkout  # it copies core/
 def test_the_first_effect_of_a_line_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "a.cap"
     capture_in_process(source, TIGHT)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.placed import PREFIX
 from tests.tools.test_cli import command, environment
 from tools.command_table import COMMANDS
 from tools.commands.completion import declared_parser, words_before
@@ -34,7 +35,7 @@ def the_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = folder / "bin" / "engine-core"
     program.parent.mkdir()
     program.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from tools.cli import main; sys.exit(main())'\n"
+        f"#!/bin/sh\nexec {sys.executable} -c 'import sys; from {PREFIX}tools.cli import main; sys.exit(main())'\n"
     )
     program.chmod(0o755)
     for name, file in (("name", "model.safetensors"), ("gguf", "m-Q4_K_M.gguf")):
