@@ -47,6 +47,7 @@ def test_an_engine_is_a_child_with_its_own_words(tmp_path: Path, monkeypatch: py
     assert seen[0] == seen[1] == seen[2]
 
 
+@pytest.mark.checkout
 def test_a_server_forks_its_engine_and_its_http_worker() -> None:
     """With its signal handlers set, and the variables of malloc that the worker has."""
     with serving("--executor", "fake", "--executor-option", "vocab_size=1000") as caller:

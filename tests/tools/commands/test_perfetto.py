@@ -12,6 +12,7 @@ from core.capture.engine import start_capture
 from core.capture.file import CaptureFile
 from core.executors.by_name import load_executor
 from tests.captures import CONFIG, capture_in_process
+from tests.placed import PREFIX
 from tools.cli import main
 from tools.commands.replay.live import End, read_traces
 
@@ -98,8 +99,8 @@ def test_a_file_that_is_there_is_not_overwritten(capture: Path, capfd: pytest.Ca
 def test_a_long_trace_is_cut_with_a_word(
     capture: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for module in ("tools.commands.replay.perfetto", "tools.commands.replay.__main__"):
-        monkeypatch.setattr(f"{module}.MAX_EVENTS", 100)
+    for module in ("perfetto", "__main__"):
+        monkeypatch.setattr(f"{PREFIX}tools.commands.replay.{module}.MAX_EVENTS", 100)
     out = capture.with_name("cut.json")
     assert main(["replay", str(capture), "--perfetto", str(out)]) == 0
     assert "of which the file has the first 100" in capfd.readouterr().out
