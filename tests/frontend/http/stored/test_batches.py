@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from frontend.http.stored.upload import MAX_OF_TENANT
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import Answer, Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
-from tests.frontend.http.stored.test_responses import DEMO, SLOW, child_of
+from tests.frontend.http.stored.test_responses import DEMO, SLOW, child_of, remove_left
 from tools.commands.batch import main
 from tools.service import remote_batch
 
@@ -330,7 +329,7 @@ def end_all(caller: Caller) -> None:
         with contextlib.suppress(ProcessLookupError):  # it ends by itself too
             os.kill(worker, signal.SIGKILL)
     caller.process.kill()
-    shutil.rmtree(Path(caller.connect.removeprefix("ipc://")).parent)
+    remove_left(caller)
 
 
 def begin_again(caller: Caller) -> str:

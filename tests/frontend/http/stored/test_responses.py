@@ -232,6 +232,13 @@ PATIENCE_S = 300  # of the soak: a server that was killed takes half a minute to
 SLOW = ("--executor-option", "step_us=4000")
 
 
+def remove_left(caller: Caller) -> None:
+    """Remove the folder that a killed server leaves. Its engine, which ends too, may do so at the same time."""
+    folder = Path(caller.connect.removeprefix("ipc://")).parent
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def child_of(caller: Caller, module: bytes) -> int:
     """Return the id of a server's process that runs this module. Errors: StopIteration if there is none."""
     children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
@@ -273,7 +280,7 @@ def begin_and_kill(*options: str) -> Any:
         with contextlib.suppress(ProcessLookupError):  # it ends by itself too
             os.kill(worker, signal.SIGKILL)
     assert found is not None
-    shutil.rmtree(Path(caller.connect.removeprefix("ipc://")).parent)  # what a killed server leaves
+    remove_left(caller)
     return found
 
 
