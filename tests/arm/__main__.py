@@ -1,12 +1,12 @@
 """The wheel for ARM64, the demo model and the kernels' tests, emulated: `make arm`.
 
-usage: python -m tests.arm [--part PART ...] [--cpu CPU ...] [--dtype DTYPE ...] [--way WAY ...] [--tokens TOKENS]
-       [--folder FOLDER] [PYTEST ARGUMENT ...]
+usage: python -m tests.arm [PYTEST ARGUMENT ...] [--part PART ...] [--cpu CPU ...] [--dtype DTYPE ...]
+       [--way WAY ...] [--tokens TOKENS] [--folder FOLDER]
 
 Parts: `wheel` builds the wheel, installs it and loads its kernels. `demo` runs that wheel: the demo model must say the
 same by every variant for ARM64, embedded and over a socket, and by the variant portable the tokens of this machine.
-`tests` runs the kernels' tests on each CPU, whose best variant must be the expected one; PYTEST ARGUMENTS replace them.
-QEMU shows results and not speed.
+`tests` runs the kernels' tests on each CPU, whose best variant must be the expected one, each variant's on one of them;
+PYTEST ARGUMENTS are run instead. QEMU shows results and not speed.
 """
 
 import argparse
@@ -21,11 +21,14 @@ from typing import Any
 from tests.arm import wheel
 from tests.arm.system import ROOT, add_test_packages, build_kernels, environment, prepared_system
 
-#: CPUs of QEMU's, and the best variant for each.
-CPUS = {"cortex-a72": "neon", "neoverse-n1": "neon_dot", "max": "neon_bf16"}
+#: CPUs of QEMU's, and the variants whose tests run on each: the best one that it runs is the first.
+CPUS = {"max": ("neon_bf16",), "neoverse-n1": ("neon_dot",), "cortex-a72": ("neon", "portable")}
 DTYPES = ("float32", "bfloat16")
 WAYS = ("embedded", "socket")
 _TESTS = ("tests/kernels/cpu", "tests/kernels/test_dequantize.py", "tests/core/runner/test_cpu_variants.py")
+#: QEMU 7.2 ends a forked process that starts a thread: an assertion of its own fails.
+_NOT_RUN = "tests/kernels/cpu/test_pool.py::test_a_forked_child_runs_jobs_alone_and_may_start_its_own"
+_PYTEST = ("-q", "--timeout=1800", "-p", "no:cacheprovider", "-p", "tests.arm.by_file", f"--deselect={_NOT_RUN}")
 _BEST = "from kernels.cpu.build import usable_variants; print(usable_variants()[0])"
 _DEMO = Path(__file__).with_name("demo.py")
 _PATIENCE_S = 4 * 3600
@@ -87,12 +90,12 @@ def compare(python: Path, folder: Path, options: argparse.Namespace) -> list[str
             if not agree(say(python, folder, "max", ("portable", dtype, way, tokens)), here)
         ]
         found = {
-            (cpu, way): say(python, folder, cpu, (CPUS[cpu], dtype, way, tokens))
+            (cpu, way): say(python, folder, cpu, (CPUS[cpu][0], dtype, way, tokens))
             for cpu in options.cpu
             for way in options.way
         }
         first = next(iter(found.values()))
-        wrong += [f"{CPUS[cpu]}, {dtype}, {way}: differs" for (cpu, way), value in found.items() if value != first]
+        wrong += [f"{CPUS[cpu][0]}, {dtype}, {way}: differs" for (cpu, way), value in found.items() if value != first]
         same = sum(left == right for left, right in zip(first["tokens"], here["tokens"], strict=True))
         print(f"{dtype}: {same} of {options.tokens} tokens as by portable, which rounds products by themselves")
     return wrong
@@ -106,11 +109,11 @@ def test(python: Path, folder: Path, cpus: list[str], arguments: list[str]) -> l
     for cpu in cpus:
         before, settings = cpu_seconds(), environment(folder, cpu)
         best = run([str(python), "-c", _BEST], ROOT, settings).strip()
-        tests = [str(python), "-m", "pytest", "-q", "--timeout=1800", "-p", "no:cacheprovider", *arguments]
+        tests = [str(python), "-m", "pytest", *_PYTEST, "--variants", *CPUS[cpu], "--", *arguments]
         status = subprocess.run(tests, cwd=ROOT, env=settings, check=False).returncode
         used = cpu_seconds() - before
         print(f"{cpu}: best variant {best}, tests ended with {status}: {used:.0f} s of CPU time", flush=True)
-        if best != CPUS[cpu] or status:
+        if best != CPUS[cpu][0] or status:
             failed.append(cpu)
     return failed
 

@@ -38,7 +38,7 @@ def test_bits_equal_those_of_the_gguf_package(type_name: str, count: int) -> Non
     kind = gguf.GGMLQuantizationType[type_name]
     with np.errstate(invalid="ignore"):  # F16 and F32 of random bits hold signalling NaNs
         expected = gguf.dequantize(blocks, kind).reshape(-1)
-    found = dequantize(blocks.reshape(-1), type_name)
+        found = dequantize(blocks.reshape(-1), type_name)
     assert found.dtype == FLOAT32
     assert found.shape == (count * BLOCK_SIZES[type_name][0],)
     numbers = ~np.isnan(expected)

@@ -250,6 +250,7 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
 def words_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: frozenset[str]) -> None:
     (tmp_path / "cpuinfo").write_text(f"vendor_id\t: GenuineIntel\nflags\t: {' '.join(sorted(words))}\n")
     monkeypatch.setattr(kernels.cpu.build, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(kernels.cpu.build.platform, "machine", lambda: "x86_64")
 
 
 @pytest.mark.parametrize("refusal", [0, 1, 28])

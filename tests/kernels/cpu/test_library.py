@@ -3,6 +3,7 @@
 import fcntl
 import os
 import platform
+import shlex
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -293,7 +294,8 @@ def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(
     for number in range(kernels.cpu.build.MANY_FILES):
         (kernels.cpu.build.SOURCE_FOLDER / f"more_{number}.c").write_text(f"int more_{number}(void) {{ return 0; }}\n")
     runs, compiler = tmp_path / "runs", tmp_path / "noting-cc"
-    refusal, program = (f"*{refused}*) exit 1 ;;", copying_compiler) if refused else ("", "cc")
+    real = shlex.join(find_compiler().command)
+    refusal, program = (f"*{refused}*) exit 1 ;;", copying_compiler) if refused else ("", real)
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\ncase "$*" in {refusal} esac\nexec {program} "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
