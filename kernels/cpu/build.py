@@ -107,11 +107,6 @@ def runnable_variants() -> list[str]:
     return [name for name, variant in VARIANTS.items() if variant.needs <= words]
 
 
-def has_whole_vectors() -> bool:
-    """Return whether this CPU's units take 64 bytes at once: AMD's since Zen 5, which has AVX_VNNI."""
-    return "avx_vnni" in _cpu_words()
-
-
 def has_amx() -> bool:
     """Return whether this process may use AMX: the CPU has it and the kernel has granted it."""
     return _cpu_words() >= AMX and request_amx() == 0

@@ -4,7 +4,6 @@ from enum import Enum
 
 from core.models.config import ModelConfig
 from ipc.machine.memory import usable_memory_bytes
-from kernels.cpu.build import has_whole_vectors
 from kernels.elements import BFLOAT16, Dtype
 
 #: With more threads, memory delivers dequantized weights more slowly than the threads decode stored ones.
@@ -31,13 +30,13 @@ def best_form(variant: str, num_threads: int, num_weights: int, *, has_few_rows:
     Decoding a vector of stored weights takes four to six instructions, a compact vector one half. If `vdpbf16ps` runs
     at full rate (the variant avx512bf16 is only chosen on such CPUs), a product of stored weights is limited by
     decoding from a few rows on. One of fewer rows waits for memory if two threads share it, and stored weights are
-    fewer bytes. So BOTH is the fastest, if there is room and the CPU decodes whole vectors at once; Zen 4 does not, and
-    reads dequantized weights as fast or faster. The vectors of AVX2 are half as wide: there products of one row took
-    1.9 times as long with one thread. The float32 variant of AVX-512 is faster with stored weights from 4 rows on.
+    fewer bytes. So BOTH is the fastest, if there is room. The vectors of AVX2 are half as wide: there products of one
+    row took 1.9 times as long with one thread. The float32 variant of AVX-512 is faster with stored weights from 4
+    rows on.
     """
     if variant not in ("avx512bf16", "avx2") or num_threads > _FEW_THREADS:
         return WeightForm.STORED
-    has_both = variant == "avx512bf16" and has_whole_vectors() and num_threads == _FEW_THREADS and has_few_rows
+    has_both = variant == "avx512bf16" and num_threads == _FEW_THREADS and has_few_rows
     if has_both and _fit(num_weights, BFLOAT16.itemsize + 1):
         return WeightForm.BOTH
     return WeightForm.DENSE if _fit(num_weights, BFLOAT16.itemsize) else WeightForm.STORED

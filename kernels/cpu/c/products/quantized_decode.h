@@ -324,7 +324,7 @@ INLINE int are_bytes(const int type) {
  * `high` those of the last. Then what the two become is rounded to pairs that are in their places. */
 INLINE int has_lane_pairs(const int type) {
 #if defined(__AVX512BF16__)
-    return type != WHOLE_PANEL && planes_of(type) == BYTES;
+    return type == Q8_0;
 #else
     (void)type;
     return 0;

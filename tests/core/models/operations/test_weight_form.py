@@ -27,28 +27,19 @@ from tests.core.runner.test_invariance_quantized import quantized_weights
 from tests.placed import PREFIX
 from tools.lab.bench.tiny_model import write_tiny_model
 
-_ZEN_4 = "avx512_bf16 avx512_vnni"
-_ZEN_5 = f"avx_vnni {_ZEN_4}"
-
 
 @pytest.mark.parametrize(
-    ("variant", "flags", "num_threads", "form"),
+    ("variant", "num_threads", "form"),
     [
-        ("avx512bf16", _ZEN_5, 1, WeightForm.DENSE),
-        ("avx512bf16", _ZEN_5, 2, WeightForm.BOTH),
-        ("avx512bf16", _ZEN_5, 3, WeightForm.STORED),
-        ("avx512bf16", _ZEN_4, 2, WeightForm.DENSE),
-        ("avx512bf16", _ZEN_4, 3, WeightForm.STORED),
-        ("avx512", _ZEN_4, 1, WeightForm.STORED),
-        ("avx2", _ZEN_5, 2, WeightForm.DENSE),
-        ("avx2", _ZEN_5, 3, WeightForm.STORED),
+        ("avx512bf16", 1, WeightForm.DENSE),
+        ("avx512bf16", 2, WeightForm.BOTH),
+        ("avx512bf16", 3, WeightForm.STORED),
+        ("avx512", 1, WeightForm.STORED),
+        ("avx2", 2, WeightForm.DENSE),
+        ("avx2", 3, WeightForm.STORED),
     ],
 )
-def test_the_best_form_is_known_by_the_kernels_the_cpu_and_the_threads(
-    variant: str, flags: str, num_threads: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, said = Path.read_text, f"flags : fpu {flags}\n"
-    monkeypatch.setattr(Path, "read_text", lambda path, *_: said if path.name == "cpuinfo" else read(path))
+def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_threads: int, form: WeightForm) -> None:
     assert best_form(variant, num_threads, KINDS["plain"].num_matrix_weights) is form
 
 
@@ -61,7 +52,6 @@ def test_what_would_fill_the_memory_stays_as_stored(
     monkeypatch.setattr(
         f"{PREFIX}core.models.operations.weight_form.usable_memory_bytes", lambda: 1000 * bytes_per_weight
     )
-    monkeypatch.setattr(f"{PREFIX}core.models.operations.weight_form.has_whole_vectors", lambda: True)
     assert best_form("avx512bf16", 2, 1000) is form
 
 
