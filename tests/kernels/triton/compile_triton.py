@@ -157,21 +157,24 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"places": LONG, "rows": FLOAT, "target": HALF, "stride": "i32"},
         {"WIDTH": 576, "BLOCK": 1024},
     ),
-    (
-        embedding.per_layer_kernel,
-        {
-            "x": HALF,
-            "ids": LONG,
-            "projected": HALF,
-            "table": HALF,
-            "norm": FLOAT,
-            "out": HALF,
-            "scale": "fp32",
-            "eps": "fp32",
-            "given_id": "i32",
-            "layer": "i32",
-        },
-        {"LAYERS": 35, "WIDTH": 256, "BLOCK": 256, "HAS_TABLE": True},
+    *(
+        (
+            embedding.per_layer_kernel,
+            {
+                "x": HALF,
+                "ids": LONG,
+                "projected": HALF,
+                "table": HALF if has_table else FLOAT,
+                "norm": FLOAT,
+                "out": HALF,
+                "scale": "fp32",
+                "eps": "fp32",
+                "given_id": "i32",
+                "layer": "i32",
+            },
+            {"LAYERS": 35, "WIDTH": 256, "BLOCK": 256, "HAS_TABLE": has_table},
+        )
+        for has_table in (True, False)
     ),
     (
         rotary_tables.tables_kernel,
