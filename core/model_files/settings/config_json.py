@@ -76,10 +76,12 @@ def read_json_config(folder: Path) -> ModelConfig:
         return _grid_config(folder, values, grid)
     values = text_part(values) or values
     config = decoder_config(folder, values, *_architecture(values))
-    if (folder / "modules.json").is_file() and (most := most_tokens_of(folder, read_json_object)) is not None:
-        most = min(most, config.max_position_embeddings)
-        config = msgspec.structs.replace(config, max_position_embeddings=most)
-    return config
+    if config.is_causal and not (folder / "modules.json").is_file():
+        return config
+    most = most_tokens_of(folder, read_json_object)
+    if most is None or most >= config.max_position_embeddings:
+        return config
+    return msgspec.structs.replace(config, max_position_embeddings=most)
 
 
 def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
@@ -260,6 +262,8 @@ def _is_bidirectional(values: Values) -> bool:
 def _sees_all(values: Values, architecture: Architecture, form: Form) -> bool:
     """Return whether tokens see the whole prompt. Only a pooling checkpoint may set it."""
     if architecture.sees_all == "always":
+        if form != "base":
+            values.refuse("architectures", f"of model_type {architecture.model_type} only {architecture.name!r} is")
         return True
     if not _is_bidirectional(values):
         return False

@@ -213,6 +213,12 @@ def test_what_config_json_says(tmp_path: Path) -> None:
         ({"final_logit_softcapping": 3.0}, UnsupportedModelError, "final_logit_softcapping=3.0 is not supported"),
         ({"hidden_size_per_layer_input": 0}, ModelFileError, "hidden_size_per_layer_input must be an integer from 1"),
         ({"embedding_dim": 0}, ModelFileError, "embedding_dim must be an integer from 1"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"]},
+            UnsupportedModelError,
+            "architectures=.*of model_type embedding_gemma2_text only 'EmbeddingGemma2TextModel' is",
+        ),
+        ({"architectures": ["Gemma3TextForSequenceClassification"]}, UnsupportedModelError, "architectures="),
     ],
 )
 def test_what_is_refused(changed: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
@@ -223,6 +229,9 @@ def test_what_is_refused(changed: dict[str, Any], error: type[Exception], messag
 
 def test_pooling_without_files_and_one_that_is_refused(tmp_path: Path) -> None:
     build("as published").save_pretrained(tmp_path)
+    assert read_model_config(tmp_path).max_position_embeddings > 77
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 77}))
+    assert read_model_config(tmp_path).max_position_embeddings == 77
     ours = load(tmp_path)
     pooler = read_pooler(EngineConfig(), tmp_path, ours, ours.config)
     assert (pooler.method, pooler.normalises, pooler.is_whole, len(pooler.layers)) == ("mean", True, True, 1)
