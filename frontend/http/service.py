@@ -140,9 +140,9 @@ class Service:
         key, names = request.key, (*self.names, *self.adapters.names)
         return names if key is None or not key.models else tuple(name for name in names if name in key.models)
 
-    def check_model(self, request: Request, name: str | None, param: str = "model") -> str:
+    def check_model(self, request: Request, name: str | None) -> str:
         """Return the model's name as given, or our first one. With an adapter's name the request runs with that
-        adapter. param: the field with the name.
+        adapter.
 
         Errors: HttpError 403, 404.
         """
@@ -150,16 +150,36 @@ class Service:
         adapter = self.adapters.find(name) if name and name not in self.names else None
         is_known = name in self.names or adapter is not None
         if not allowed or (is_known and name not in allowed):
-            raise HttpError(403, f"the key may not use this {param}; it may use: {', '.join(allowed)}", param=param)
+            raise HttpError(403, f"the key may not use this model; it may use: {', '.join(allowed)}", param="model")
         if not name:
             name = allowed[0]
             adapter = self.adapters.find(name) if name not in self.names else None
         elif not is_known:
             known = ", ".join(allowed)
-            text = f"the {param} {name!r:.200} is not served here; served: {known}"
-            raise HttpError(404, text, param=param, code=MODEL_NOT_FOUND)
+            text = f"the model {name!r:.200} is not served here; served: {known}"
+            raise HttpError(404, text, param="model", code=MODEL_NOT_FOUND)
         request.adapter = adapter
         return name
+
+    def choose_adapter(self, request: Request, task: str, model: str | None) -> None:
+        """Run the request with the adapter named by a body's field task. model: that field, which has been checked.
+
+        Errors: HttpError 400, 403, 404.
+        """
+        allowed = [name for name in self.names_for(request) if name not in self.names]
+        served = ", ".join(allowed) or "none"
+        if not task:
+            raise HttpError(400, f"task is empty; it must be the name of an adapter: {served}", param="task")
+        adapter = None if task in self.names else self.adapters.find(task)
+        if adapter is None:
+            text = f"the task {task!r:.200} is not the name of an adapter that is served here; served: {served}"
+            raise HttpError(404, text, param="task", code=MODEL_NOT_FOUND)
+        if task not in allowed:
+            raise HttpError(403, f"the key may not use this task; it may use: {served}", param="task")
+        if model and model not in (*self.names, task):
+            text = f"model names the adapter {model!r:.200}, and task another one: send one of them"
+            raise HttpError(400, text, param="task")
+        request.adapter = adapter
 
     async def run(self, request: Request, work: Callable[[], _T], *, is_long: bool = False) -> _T:
         """Run `work` on the request's text: here, or on a thread if the text is long or takes long for its size."""

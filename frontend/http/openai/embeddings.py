@@ -114,7 +114,7 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     if body.task is not None:
-        service.check_model(request, body.task, "task")
+        service.choose_adapter(request, body.task, body.model)
     params = PoolingParams(dimensions=body.dimensions, use_activation=_first(body.use_activation, body.normalize))
     outputs, shown = await _pooled(service, request, body, params, "embed")
 

@@ -65,7 +65,25 @@ def test_an_adapter_is_a_model_of_its_own(adapted: Adapted) -> None:
     assert (answer["model"], answer["data"]) == ("demo", vectors[1])
     other = adapted.caller.post("/v1/embeddings", {**body, "task": "separation"})
     assert (other.status, other.json["error"]["param"]) == (404, "task")
-    assert "the task 'separation' is not served here; served: demo, sql" in other.json["error"]["message"]
+    assert other.json["error"]["message"].endswith("is not the name of an adapter that is served here; served: sql")
+
+
+def test_a_task_never_takes_the_adapter_that_model_names_away(adapted: Adapted) -> None:
+    def ask(model: str, task: str) -> Any:
+        return adapted.caller.post("/v1/embeddings", {"model": model, "input": "a", "task": task})
+
+    assert ask("sql", "sql").json["data"] == ask("demo", "sql").json["data"]
+    for model in ("demo", "sql"):
+        for task, status, text in (("demo", 404, "served: sql"), ("", 400, "the name of an adapter: sql")):
+            answer = ask(model, task)
+            assert (answer.status, answer.json["error"]["param"]) == (status, "task")
+            assert answer.json["error"]["message"].endswith(text)
+    assert adapted.control("load", f"other={adapted.folder / 'late'}").returncode == 0
+    assert ask("demo", "other").status == 200
+    answer = ask("sql", "other")
+    assert (answer.status, answer.json["error"]["param"]) == (400, "task")
+    assert "model names the adapter 'sql', and task another one" in answer.json["error"]["message"]
+    assert adapted.control("unload", "other").returncode == 0
 
 
 def test_the_owner_loads_and_unloads_while_the_engine_runs(adapted: Adapted) -> None:
