@@ -28,6 +28,9 @@ _NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<matrix>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight"
     r"|embedding_(?P<table>[AB])(?:\.default)?)"
 )
+_OF_TABLES = (
+    "of tables, adapters may change only those of words and of kinds of tokens of an encoder, and only with device=cpu"
+)
 
 
 def read_peft_folder(
@@ -53,7 +56,7 @@ def read_peft_folder(
             matrix, part = _parts_of(name, path)
             ours = _name_in_model(matrix, layers, stems)
             if "lora_embedding" in name and ours not in layers:
-                raise UnsupportedModelError(f"{path}: tensor {name!r:.120}: lora_embedding is not supported here")
+                raise UnsupportedModelError(f"{path}: tensor {name!r:.120}: {_OF_TABLES}")
             found = pairs.setdefault(ours, {})
             if part in found:
                 raise ModelFileError(f"{path}: {part} of {matrix!r:.120} occurs twice")

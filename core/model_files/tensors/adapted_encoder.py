@@ -16,16 +16,17 @@ _OF_LAYER: dict[str, tuple[str, ...]] = {
     "up": ("mlp.up_proj",),
     "down": ("mlp.down_proj",),
 }
-#: A layer that is not computed: it belongs to heads for other tasks. What an adapter adds to it changes nothing.
+#: A layer that only classifiers compute. What an adapter adds to it changes nothing in other models; in a classifier it
+#: is refused.
 _POOLER = "pooler.dense"
 
 
 def encoder_peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     """Return the layers, with and without the prefix of a model with something after its layers."""
-    row, form = ENCODER_FORMS[config.architecture]
+    row, _ = ENCODER_FORMS[config.architecture]
     parts = config.encoder
     assert parts is not None, config.architecture
-    found: dict[str, FileMatrix] = {} if form == "classifier" else {_POOLER: FileMatrix(())}
+    found: dict[str, FileMatrix] = {} if config.num_labels else {_POOLER: FileMatrix(())}
     for stem, theirs in (row.modules or row.weights).items():
         kind = stem.removeprefix("layers.{}.")
         if stem in ("embeddings.words", "embeddings.kinds"):

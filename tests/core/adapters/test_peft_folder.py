@@ -137,7 +137,7 @@ def tensors_with(**changes: Any) -> dict[str, Any]:
         ({"Q__lora_A__weight": np.full((4, 24), np.nan, np.float32)}, "lora_A of .* not finite"),
         ({"Q__lora_magnitude_vector": np.zeros(32, np.float32)}, "lora_magnitude_vector is not supported"),
         ({"base_model__model__lm_head__lora_A__weight": np.zeros((4, 24), np.float32)}, "lm_head"),
-        ({"base_model__model__embed__lora_embedding_A": np.zeros((4, 24), np.float32)}, "lora_embedding is not"),
+        ({"base_model__model__embed__lora_embedding_A": np.zeros((4, 24), np.float32)}, "of an encoder, and only with"),
         ({"Q__weight": np.zeros((32, 24), np.float32)}, "it is neither lora_A nor lora_B of a linear layer"),
     ],
 )

@@ -89,7 +89,7 @@ def states(model: Any, ids: list[int], kinds: list[int] | None = None) -> Floats
     """transformers' last hidden states of a prompt."""
     more = {} if kinds is None else {"token_type_ids": torch.tensor([kinds])}
     with torch.no_grad():
-        found: Floats = model(torch.tensor([ids]), **more).last_hidden_state[0].numpy()
+        found: Floats = model(torch.tensor([ids]), **more).last_hidden_state[0].float().numpy()
     return found
 
 

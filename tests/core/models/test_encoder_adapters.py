@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 from engine_core import LLM, LoRARequest
 from ipc.errors import ModelFileError
 from tests.core.adapters.peft_files import write_peft
-from tests.core.models.encoder_checkpoints import KINDS, save_encoder, states
+from tests.core.models.encoder_checkpoints import KINDS, save_encoder, states, unit
+from tests.core.models.float_errors import check_errors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -22,12 +23,22 @@ PROMPTS = [_RNG.integers(3, 120, length).tolist() for length in (1, 7, 200, 33)]
 RANK, ALPHA = 4, 6.0
 
 
-def adapt(model: Any, folder: Path, seed: int, *, tables: bool, prefix: str = "base_model.model.") -> Any:
-    """Write an adapter of all linear layers, and of tables of words and kinds, and return the model merged with it."""
+#: A BERT classifier's layers after the pooling.
+AFTER = "bert.pooler.dense", "classifier"
+_PREFIX = "base_model.model."
+
+
+def adapt(
+    model: Any, folder: Path, seed: int, *, tables: bool, linear: bool = True, without: tuple[str, ...] = ()
+) -> Any:
+    """Write an adapter and return the model merged with it.
+
+    tables: whether it changes those of words and kinds. linear: whether it changes all linear layers but `without`.
+    """
     merged, rng, tensors, pairs = copy.deepcopy(model), np.random.default_rng(seed), {}, {}
     for name, layer in merged.named_modules():
         is_table = isinstance(layer, torch.nn.Embedding) and tables and "position" not in name
-        if not is_table and not isinstance(layer, torch.nn.Linear):
+        if name in without or not (is_table or (linear and isinstance(layer, torch.nn.Linear))):
             continue
         columns, depth = layer.weight.T.shape if is_table else layer.weight.shape
         a = rng.standard_normal((RANK, depth), np.float32) * np.float32(0.3 if is_table else depth**-0.5)
@@ -35,10 +46,10 @@ def adapt(model: Any, folder: Path, seed: int, *, tables: bool, prefix: str = "b
         more = ALPHA / RANK * torch.from_numpy(b) @ torch.from_numpy(a)
         layer.weight.data += more.T if is_table else more
         if is_table:
-            tensors |= {f"{prefix}{name}.lora_embedding_A": a, f"{prefix}{name}.lora_embedding_B": b}
+            tensors |= {f"{_PREFIX}{name}.lora_embedding_A": a, f"{_PREFIX}{name}.lora_embedding_B": b}
         else:
             pairs[name] = a, b
-    write_peft(folder, pairs, rank=RANK, alpha=ALPHA, prefix=prefix, target_modules=None)
+    write_peft(folder, pairs, rank=RANK, alpha=ALPHA, target_modules=None)
     file = folder / "adapter_model.safetensors"
     save_file(load_file(file) | tensors, file)
     return merged
@@ -52,8 +63,7 @@ def embedded(llm: LLM, prompts: list[list[int]], adapters: list[str | None]) -> 
 
 
 def mean(model: Any, ids: list[int]) -> Any:
-    pooled = states(model, ids).mean(0, dtype=np.float64)
-    return pooled / np.linalg.norm(pooled)
+    return unit(states(model, ids).mean(0, dtype=np.float64))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +77,43 @@ def test_vectors_are_those_of_the_merged_model(kind: str, tmp_path: Path) -> Non
     for ids, vector, model in zip(PROMPTS, found, (merged, theirs, merged, theirs), strict=True):
         np.testing.assert_allclose(vector, mean(model, ids), atol=1e-5)
     assert abs(mean(merged, PROMPTS[2]) - mean(theirs, PROMPTS[2])).max() > 0.01
+
+
+def test_an_adapter_of_tables_alone(tmp_path: Path) -> None:
+    theirs = save_encoder(tmp_path, "Bert", "Model")
+    merged = adapt(theirs, tmp_path / "a", 1, tables=True, linear=False)
+    with LLM(str(tmp_path), **SMALL, dtype="float32", lora_modules={"a": str(tmp_path / "a")}) as llm:
+        found = embedded(llm, PROMPTS, ["a", None, "a", "a"])
+    for ids, vector, model in zip(PROMPTS, found, (merged, theirs, merged, merged), strict=True):
+        np.testing.assert_allclose(vector, mean(model, ids), atol=1e-5)
+    assert abs(mean(merged, PROMPTS[2]) - mean(theirs, PROMPTS[2])).max() > 0.01
+
+
+def test_a_classifiers_adapter_is_as_if_merged_and_one_of_its_head_is_refused(tmp_path: Path) -> None:
+    theirs = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=2)
+    merged = adapt(theirs, tmp_path / "a", 1, tables=True, without=AFTER)
+    with LLM(str(tmp_path), **SMALL, dtype="float32", lora_modules={"a": str(tmp_path / "a")}) as llm:
+        inputs = [{"prompt_token_ids": ids} for ids in PROMPTS]
+        requests = [LoRARequest("a", 1), None] * 2
+        found = [one.outputs.probs for one in llm.classify(inputs, use_tqdm=False, lora_request=requests)]
+    for ids, probs, model in zip(PROMPTS, found, (merged, theirs) * 2, strict=True):
+        with torch.no_grad():
+            expected = model(torch.tensor([ids])).logits[0].softmax(-1)
+        np.testing.assert_allclose(probs, expected.numpy(), atol=1e-5)
+    for without in (AFTER[1:], AFTER[:1]):
+        adapt(theirs, tmp_path / "b", 1, tables=False, without=without)
+        with pytest.raises(ModelFileError, match=f"changes '({'|'.join(AFTER)})', but the model has no such matrix"):
+            LLM(str(tmp_path), **SMALL, dtype="float32", lora_modules={"a": str(tmp_path / "b")})
+
+
+def test_vectors_in_bfloat16_are_as_near_as_those_of_the_merged_model(tmp_path: Path) -> None:
+    """Near those of float32, as transformers' of the merged model in bfloat16 are."""
+    merged = adapt(save_encoder(tmp_path, "Bert", "Model"), tmp_path / "a", 1, tables=True)
+    with LLM(str(tmp_path), **SMALL, dtype="bfloat16", lora_modules={"a": str(tmp_path / "a")}) as llm:
+        found = embedded(llm, PROMPTS, ["a"] * len(PROMPTS))
+    exact, single = [mean(merged, ids) for ids in PROMPTS], copy.deepcopy(merged).bfloat16()
+    theirs = [mean(single, ids) for ids in PROMPTS]
+    check_errors(abs(np.array(found) - exact), abs(np.array(theirs) - exact))
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +148,7 @@ def test_jinas_tasks_in_one_batch(dtype: str, jina: tuple[Path, dict[str, Any]])
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"embeddings.position_embeddings.lora_embedding_A": (4, 300)}, "lora_embedding is not supported here"),
+        ({"embeddings.position_embeddings.lora_embedding_A": (4, 300)}, "only those of words and of kinds of tokens"),
         ({"embeddings.word_embeddings.lora_embedding_A": (4, 119)}, r"matrix is \[48, 120\]"),
         ({"classifier.lora_A.weight": (4, 48), "classifier.lora_B.weight": (2, 4)}, "has no such matrix"),
     ],
@@ -109,7 +156,7 @@ def test_jinas_tasks_in_one_batch(dtype: str, jina: tuple[Path, dict[str, Any]])
 def test_what_is_refused(change: dict[str, tuple[int, int]], text: str, tmp_path: Path) -> None:
     adapt(save_encoder(tmp_path, "Bert", "Model"), tmp_path / "a", 1, tables=True)
     file = tmp_path / "a/adapter_model.safetensors"
-    more = {f"base_model.model.{name}": np.zeros(shape, np.float32) for name, shape in change.items()}
+    more = {f"{_PREFIX}{name}": np.zeros(shape, np.float32) for name, shape in change.items()}
     save_file(load_file(file) | more, file)
     with pytest.raises(ModelFileError, match=text):
         LLM(str(tmp_path), **SMALL, dtype="float32", lora_modules={"a": str(tmp_path / "a")})
