@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from frontend.http.callers.keys import digest_of
 from ipc.files.model_files import resolve_model
 from tests.core.adapters.peft_files import random_matrices, write_peft
 from tests.frontend.http.caller import Caller, environment, serving
@@ -84,6 +85,20 @@ def test_a_task_never_takes_the_adapter_that_model_names_away(adapted: Adapted) 
     assert (answer.status, answer.json["error"]["param"]) == (400, "task")
     assert "model names the adapter 'sql', and task another one" in answer.json["error"]["message"]
     assert adapted.control("unload", "other").returncode == 0
+
+
+def test_a_task_that_the_key_may_not_use(adapted: Adapted, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"a {digest_of('base')} models=demo\nb {digest_of('both')} models=demo,sql\n")
+    options = ("-m", str(resolve_model(None)), "--served-model-name", "demo", "--api-key-file", str(keys))
+    with serving(*FAKE, *options, "--enable-lora", "--lora-modules", f"sql={adapted.folder / 'sql'}") as caller:
+        for secret, status in (("base", 403), ("both", 200)):
+            body = {"input": "a", "task": "sql"}
+            answer = caller.post("/v1/embeddings", body, {"authorization": f"Bearer {secret}"})
+            assert answer.status == status
+            if status == 403:
+                error = answer.json["error"]
+                assert (error["param"], error["message"]) == ("task", "the key may not use this task; it may use: none")
 
 
 def test_the_owner_loads_and_unloads_while_the_engine_runs(adapted: Adapted) -> None:
