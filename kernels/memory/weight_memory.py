@@ -78,7 +78,8 @@ class WeightMemory:
     def take_ahead(self, num_bytes: int) -> bool:
         """Make the system assign the next piece of the memory that together() will use for num_bytes.
 
-        Return whether there is more to take. There is none if memory of weights that are gone is kept.
+        Return whether there is more to take. There is none if memory of weights that are gone is kept, or after a
+        piece that the system does not have: then it may take back the earlier ones.
         """
         with self._lock:
             if self._ahead is None and (not self._keeps or any(len(one) >= num_bytes for one in self._kept)):
@@ -88,11 +89,11 @@ class WeightMemory:
             except OSError:  # there is none; the update will say so
                 return False
             self._num_taken = end = min(begin + _PIECE, num_bytes)
-        is_taken = take_pages(ahead, begin, end)
-        if end == num_bytes:
+        has_more = take_pages(ahead, begin, end) and end < num_bytes
+        if not has_more:
             with self._lock:
                 self._ahead = None  # then it is kept like that of weights that are gone, unless they are being packed
-        return is_taken and end < num_bytes
+        return has_more
 
     def _next_mapping(self, num_bytes: int) -> UInt8s:
         """Return the mapping for the next weights. A new one has some room, because packed sizes vary a little."""
@@ -147,7 +148,8 @@ class WeightMemory:
 
     def _take_back(self, mapping: mmap.mmap, is_brief: bool) -> None:
         """Take a mapping of which no array is left, in whatever thread the last one has gone."""
+        kept = self._brief if is_brief else self._kept  # first: keep() may put others in their place at any time
         if self._keeps:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_FREE)
-            (self._brief if is_brief else self._kept).append(mapping)
+            kept.append(mapping)

@@ -1,5 +1,6 @@
 """WeightMemory: what is kept for the next weights, and what is taken before they come."""
 
+import itertools
 import mmap
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -38,19 +39,6 @@ def is_mapped(address: int) -> bool:
     lines = Path("/proc/self/maps").read_text().splitlines()
     bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
     return any(begin <= address < end for begin, end in bounds)
-
-
-def num_resident(address: int) -> int:
-    """Return the bytes in memory of the mapping that begins at this address or contains it."""
-    is_here = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, *rest = line.split()
-        if not name.endswith(":"):
-            begin, end = (int(bound, 16) for bound in name.split("-"))
-            is_here = begin <= address < end
-        elif is_here and name == "Rss:":
-            return int(rest[0]) << 10
-    return 0
 
 
 def test_threads_that_pack_weights_get_memory_of_their_own() -> None:
@@ -143,20 +131,92 @@ def test_more_than_was_expected_finds_memory(mapped: list[int]) -> None:
     assert mapped == [(1 << 20) + (1 << 16), 512 << 20]
 
 
-def test_the_memory_of_the_next_weights_is_taken_piece_by_piece(mapped: list[int]) -> None:
+@pytest.fixture(name="pieces")
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The places (begin, end) of all memory that is taken ahead. The tenth piece is not to be had."""
+    places = list[tuple[int, int]]()
+
+    def take(mapping: UInt8s, begin: int, end: int) -> bool:
+        places.append((begin, end))
+        return len(places) != 10
+
+    monkeypatch.setattr(weight_memory, "take_pages", take)
+    return places
+
+
+def test_the_memory_of_the_next_weights_is_taken_piece_by_piece(
+    mapped: list[int], pieces: list[tuple[int, int]]
+) -> None:
     size = 9 << 20
     memory = WeightMemory()
     assert not memory.take_ahead(size), "nothing is kept"
     memory.keep(True)
-    num_pieces = 1
     while memory.take_ahead(size):
-        num_pieces += 1
-    assert num_pieces == 5
+        pass
+    bounds = [*range(0, size, 2 << 20), size]
+    assert pieces == list(itertools.pairwise(bounds))
     assert not memory.take_ahead(size), "it is there"
     with memory.together(size):
         block = memory.allocate(size)
-        assert num_resident(block.ctypes.data) >= size
+        block.fill(7)
     assert len(mapped) == 1
     assert memory.take_ahead(size), "the next one's"
     memory.keep(False)
     assert not memory.take_ahead(size)
+
+
+def test_memory_is_not_held_if_the_system_has_no_more(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[int, int]]
+) -> None:
+    """The system may take back what was taken. The next weights use that mapping, unless it is released."""
+    size, advice, memory = 32 << 20, list[int](), WeightMemory()
+
+    class Noted(mmap.mmap):
+        def madvise(self, option: int, *place: int) -> None:
+            advice.append(option)
+            super().madvise(option, *place)
+
+    monkeypatch.setattr(weight_memory.mmap, "mmap", Noted)
+    memory.keep(True)
+    while memory.take_ahead(size):
+        assert advice == [mmap.MADV_HUGEPAGE]
+    assert len(pieces) == 10
+    assert advice == [mmap.MADV_HUGEPAGE, mmap.MADV_FREE]
+    assert not memory.take_ahead(size), "it does not try again and again"
+    with memory.together(size):
+        block = memory.allocate(size)
+        block.fill(7)
+    assert (len(advice), int(block.min())) == (2, 7)
+
+
+def test_weights_that_are_packed_keep_their_memory_if_the_system_has_no_more(
+    mapped: list[int], pieces: list[tuple[int, int]]
+) -> None:
+    size, memory = 32 << 20, WeightMemory()
+    memory.keep(True)
+    with memory.together(size):
+        while len(pieces) < 10:
+            pass
+        first, last = (memory.allocate(size // 2) for _ in range(2))
+        first.fill(1)
+        last.fill(2)
+    assert last.ctypes.data - first.ctypes.data == size // 2
+    assert (len(mapped), len(pieces), int(first.max()), int(last.min())) == (1, 10, 1, 2)
+
+
+def test_memory_that_goes_while_it_is_released_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last array of a mapping goes in one thread, and the engine goes to sleep in another."""
+    memory = WeightMemory()
+
+    class Interrupted(mmap.mmap):
+        def madvise(self, option: int, *place: int) -> None:
+            if option == mmap.MADV_FREE:
+                memory.keep(False)
+            super().madvise(option, *place)
+
+    monkeypatch.setattr(weight_memory.mmap, "mmap", Interrupted)
+    memory.keep(True)
+    block = memory.allocate(40 << 20)
+    address = block.ctypes.data
+    del block
+    assert not is_mapped(address)
