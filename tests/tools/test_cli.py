@@ -121,6 +121,7 @@ def test_control_imports_neither_the_engine_nor_a_session_nor_numpy() -> None:
         "numpy",
         "tokenizers",
         "frontend.client.client",
+        "frontend.fleet",
         "frontend.session",
         "frontend.text",
     } & names == set()
