@@ -251,11 +251,10 @@ class CpuOperations:
 
     def _pack_both(self, weight: StoredMatrix, is_gated: bool) -> tuple[PackedWeights, PackedWeights | None]:
         """Pack the weight as the model's dtype, and also as stored if that is quantized. See CpuLibrary.helped()."""
-        helper = self.library.helper
-        if helper is not None and not any(part.type_name in PLAIN_TYPES for part in weight.parts):
-            other = helper.submit(self._pack, weight, WeightForm.STORED, is_gated=is_gated)
-            packed, stored = self._pack(weight, WeightForm.DENSE, is_gated=is_gated), other.result()
-            return packed, stored if stored.packing == QUANTIZED else None
+        helper, is_plain = self.library.helper, any(part.type_name in PLAIN_TYPES for part in weight.parts)
+        if helper is not None and self._dtype == BFLOAT16 and not is_plain:
+            other = helper.submit(weight.quantized, self.library, is_gated=is_gated)
+            return self._pack(weight, WeightForm.DENSE, is_gated=is_gated), other.result()
         stored = self._pack(weight, WeightForm.STORED, is_gated=is_gated)
         if stored.packing != QUANTIZED:
             return stored, None

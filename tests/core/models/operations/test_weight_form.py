@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import gguf
+import numpy as np
 import pytest
 
 from core.executors.local import usual_dtype
@@ -13,10 +15,11 @@ from core.model_files.model_config import read_model_config
 from core.models.llama import Llama
 from core.models.operations import cpu_operations
 from core.models.operations.cpu_operations import CpuOperations
-from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
+from kernels.arrays import UInt8s
 from kernels.cpu.gemm import PackedMatrix, pack
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED
@@ -141,6 +144,31 @@ def test_two_threads_pack_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None
         assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
         own, theirs = (cast(CpuOperations, one.operations) for one in (model, expected))
         assert own.num_packed_bytes == theirs.num_packed_bytes > 0
+
+
+def test_a_matrix_that_cannot_stay_as_stored_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Next to another thread too: what one of them packs for nothing would stay as long as the weights."""
+    library, sizes = load_cpu_library(), list[int]()
+    allocate = library.memory.allocate
+
+    def counted(num_bytes: int) -> UInt8s:
+        sizes.append(num_bytes)
+        return allocate(num_bytes)
+
+    monkeypatch.setattr(library.memory, "allocate", counted)
+    numbers = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
+    types = "Q4_0", "Q8_0"  # in a gated product each panel has columns of both
+    parts = [StoredPart(name, gguf.quantize(numbers, gguf.GGMLQuantizationType[name]), 32) for name in types]
+    operations = CpuOperations(KINDS["plain"], BFLOAT16, library, WeightForm.BOTH)
+    alone, _ = operations.gate_up(StoredMatrix(parts), "silu")
+    taken, num_packed = sizes.copy(), operations.num_packed_bytes
+    sizes.clear()
+    with library.helped():
+        helped, _ = operations.gate_up(StoredMatrix(parts), "silu")
+    assert sizes == taken
+    assert operations.num_packed_bytes == 2 * num_packed
+    assert helped.packing == alone.packing != QUANTIZED
+    assert not helped.arguments.stored
 
 
 def test_plain_matrices_have_one_form() -> None:
