@@ -52,9 +52,9 @@ def kv_bytes(config: EngineConfig, memory: int) -> int:
 
 
 def _weights(path: Path, config: EngineConfig) -> tuple[int, Inspection]:
-    """Return the bytes of the weights in memory, with those of a draft model."""
+    """Return the bytes of the weights in memory, with those of a draft model, and with room for an update's."""
     found = inspect_model(path)
-    total = _in_memory(found, config)
+    total = (2 if config.reserve_weights else 1) * _in_memory(found, config)
     if (draft := getattr(config.speculative_config, "model", None)) is not None:
         total += _in_memory(inspect_model(resolve_model(find_cached(draft))), config)
     return total, found

@@ -25,6 +25,7 @@ from tools.service.model_cards import card_of
         ({"quantization": "none"}, WeightForm.BOTH, 0, 1),
         ({"quantization": "int8"}, WeightForm.BOTH, 1, 0),
         ({"dtype": "float32"}, WeightForm.STORED, 0, 2),
+        ({"reserve_weights": True}, WeightForm.STORED, 2, 0),
     ],
 )
 def test_the_weights_count_in_the_forms_that_an_engine_keeps(
