@@ -204,8 +204,10 @@ class EngineCore:
         self.scheduler.add_request(choices, now_ns, deadline_ns)
 
     def _wake_up(self, call: int) -> CallFailed | None:
-        reason = self.scheduler.wake_up()
-        return CallFailed(call, ErrorCode.INVALID_ARGUMENT, reason) if reason else None
+        if reason := self.scheduler.wake_up():
+            return CallFailed(call, ErrorCode.INVALID_ARGUMENT, reason)
+        self.pipeline.wake_up()
+        return None
 
     def _sleep(self, level: int) -> None:
         assert not self.pipeline.num_in_flight, "a step is in flight"

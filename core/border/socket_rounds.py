@@ -23,7 +23,7 @@ from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
 from core.border.weight_calls import WeightCalls, WeightReader
 from core.inputs import EndPause, NewWeights
-from ipc.wire.messages import CallResult, ErrorCode, Outputs, ServerMessage
+from ipc.wire.messages import CallDone, CallResult, ErrorCode, Outputs, ServerMessage
 from ipc.wire.sockets import READABLE, Socket, pending_events, receive_event
 from ipc.wire.start_messages import Isolate
 from ipc.wire.weights_messages import Weights
@@ -259,6 +259,8 @@ class Border:
         for client, message in messages:
             if isinstance(message, Weights) and self._weights.end(message.mark):
                 self.send_to_all(Weights(0, message.mark), now)
+            if isinstance(message, CallDone):
+                self._weights.note_done()
             session = self.sessions.of_client(client)
             if session is not None:
                 self.sessions.send(session, message, now)

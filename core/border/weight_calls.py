@@ -29,7 +29,7 @@ _Asked = tuple[int, UpdateWeights, int]  # client, call and the version of its w
 class _Word(Enum):
     """Other words to the reading thread."""
 
-    USED = 1  # the engine uses the weights that were read last
+    LOOK = 1  # there may be memory to take now
     CLOSE = 2
 
 
@@ -104,8 +104,13 @@ class WeightCalls:
         if mark.version == (0 if self.mark is None else self.mark.version):
             return False
         self.mark, self._is_busy = mark, False
-        self._asked.put(_Word.USED)
+        self._asked.put(_Word.LOOK)
         return True
+
+    def note_done(self) -> None:
+        """Note that the engine has done a call: perhaps it has woken up."""
+        if self._thread is not None and not self._is_busy:  # otherwise it looks after the present update
+            self._asked.put(_Word.LOOK)
 
     def _start(self, executor: WeightReader) -> None:
         self._thread = threading.Thread(target=self._run, args=(executor,), name="weights", daemon=True)
@@ -128,11 +133,18 @@ class WeightCalls:
     def _next(self, executor: WeightReader) -> _Asked | _Word:
         """Return the next call, or CLOSE. Until it comes, memory for it is taken, piece by piece."""
         while True:
-            pause = _PAUSE_S if executor.take_memory_ahead() else None
+            pause = _PAUSE_S if self._takes_more(executor) else None
             with contextlib.suppress(Empty):
                 asked = self._asked.get(timeout=pause)
-                if asked is not _Word.USED:
+                if asked is not _Word.LOOK:
                     return asked
+
+    def _takes_more(self, executor: WeightReader) -> bool:
+        try:
+            return executor.take_memory_ahead()
+        except (OSError, MemoryError) as error:  # calls are answered without that memory
+            log.say(f"engine-core: no memory is taken for the next weights: {type(error).__name__}: {error}")
+            return False
 
     def _read(self, executor: WeightReader, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
         try:

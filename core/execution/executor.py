@@ -185,6 +185,9 @@ class UpdatesWeights(Protocol):
         After level 2 the next plan comes after use_weights().
         """
 
+    def wake_up(self) -> None:
+        """Note that plans come again after sleep()."""
+
 
 class ExecutorEndedError(Exception):
     """The executor's processes are gone and will not be restarted, which ends the engine. The text says why."""

@@ -69,6 +69,11 @@ class Pipeline:
         if isinstance(self._executor, UpdatesWeights):
             self._executor.sleep(level)
 
+    def wake_up(self) -> None:
+        """Tell the executor that plans come again; see UpdatesWeights."""
+        if isinstance(self._executor, UpdatesWeights):
+            self._executor.wake_up()
+
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Start the plan, and return the plan and output of a finished step, or None.
 

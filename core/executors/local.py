@@ -92,10 +92,12 @@ class LocalExecutor:
         self._drafting, self._max_num_seqs = self._load_drafting(config), with_rows(config).max_num_seqs
         #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
+        #: Why this model's weights cannot change; "" if they can.
+        self.why_fixed = why_not_updated(self._loaded.source, config)
         #: Others are expected while these are in memory: because the option says so, or because that was so before.
-        self.expects_weights = config.reserve_weights and not why_not_updated(self._loaded.source, config)
-        if self.expects_weights and library is not None:
-            library.memory.keep(True)
+        self.expects_weights = False
+        self._reserves = config.reserve_weights and not self.why_fixed
+        self.wake_up()
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded, None if rank is None else rank.shard, stage)
@@ -231,11 +233,6 @@ class LocalExecutor:
         own = model.operations
         return isinstance(own, CpuOperations) and own.library.memory.take_ahead(own.num_packed_bytes)
 
-    @property
-    def why_fixed(self) -> str:
-        """Return why this model's weights cannot change; "" if they can."""
-        return why_not_updated(self._loaded.source, self._config)
-
     def sleep(self, level: int) -> None:
         """Free the memory of the KV cache, and from level 2 on of the weights; see UpdatesWeights."""
         for cache in filter(None, (self.runner.cache, self.runner.swap_cache)):
@@ -248,6 +245,13 @@ class LocalExecutor:
             self._model.library.memory.keep(False)
         if level > 1 and isinstance(self._model, Llama):
             self._model.drop_weights()
+
+    def wake_up(self) -> None:
+        """Expect other weights if the option says so; see UpdatesWeights."""
+        model = self._model
+        if self._reserves and isinstance(model, Llama) and isinstance(model.operations, CpuOperations):
+            model.operations.library.memory.keep(True)
+            self.expects_weights = True
 
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights from the next plan on; see UpdatesWeights."""

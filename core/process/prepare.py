@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from core import log
-from core.execution.executor import Executor
+from core.execution.executor import Executor, UpdatesWeights
 from core.executors.by_name import import_executor, load_executor
 from core.model_files.progress import following
 from core.process.resolve import resolve, resolve_costs
@@ -52,6 +52,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     from core.model_files.settings.default_sampling import read_default_sampling
     from core.model_files.settings.model_description import describe_model
 
+    _check_reserve(config, None)
     report("read tokenizer")
     default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
     description = describe_model(config)
@@ -60,6 +61,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     report("load model")
     with following(lambda share: report(f"load model, {share:.0%}")):
         executor = load_executor(config)
+    _check_reserve(config, executor)
     if config.enable_lora and executor.adapters is None:
         raise ConfigError(f"enable_lora: executor {config.executor!r} does not support adapters: leave it out")
     executor.grammars.use_files(files)
@@ -85,6 +87,23 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
         _warn_of_dear_drafts(settings)
     tokenizer = TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
     return Prepared(resolved, executor, tokenizer, default_sampling, executor.warm_up(), description)
+
+
+def _check_reserve(config: EngineConfig, executor: Executor | None) -> None:
+    """Refuse reserve_weights if none can be. executor: None = it is not loaded yet. Errors: ConfigError."""
+    if not config.reserve_weights:
+        return
+    reason = ""
+    if has_workers(config):
+        reason = "it has worker processes"
+    elif config.device != "cpu":
+        reason = "it runs on a GPU"
+    elif executor is not None and not isinstance(executor, UpdatesWeights):
+        reason = f"executor {config.executor!r} cannot change weights"
+    elif executor is not None and not executor.expects_weights:
+        reason = executor.why_fixed or "it does not compute with the C kernels at numerics level L2"
+    if reason:
+        raise ConfigError(f"reserve_weights: no memory is taken for other weights, because {reason}: leave it out")
 
 
 def _say_sizes(config: EngineConfig, resolved: ResolvedConfig, device_bytes: int) -> None:

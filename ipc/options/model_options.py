@@ -214,8 +214,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         bool,
         Option(
             "machine",
-            "take memory for the first update of the weights when the engine starts, so that it is as fast as later "
-            "ones; the system may take it back",
+            "take memory for the first update of the weights when the engine starts or wakes up, so that it is as "
+            "fast as later ones; the system may take it back",
         ),
     ] = False
     weight_cache_bytes: Annotated[

@@ -13,7 +13,8 @@ from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.zap import start_zap
 from core.engine import EngineCore
-from core.executors.fake import create
+from core.execution.executor import UpdatesWeights
+from core.executors.fake import FakeExecutor, create
 from core.features.store import Features
 from core.process import loop as process
 from ipc.wire.messages import (
@@ -56,6 +57,7 @@ class Running:
         preparer: Preparer | None = None,
         epoch: int = 0,
         features: Features | None = None,
+        executor: FakeExecutor | None = None,
     ) -> None:
         self.address = private_ipc_address()
         context: Context = zmq.Context()
@@ -68,8 +70,10 @@ class Running:
         if features is not None:
             served = msgspec.structs.replace(served, features=features)
             preparer = features
-        self.io = IOThread(context, bind_router(context, self.address), served, [] if preparer is None else [preparer])
-        executor = create(CONFIG)
+        executor = executor or create(CONFIG)
+        updates = executor if isinstance(executor, UpdatesWeights) else None
+        preparers = [] if preparer is None else [preparer]
+        self.io = IOThread(context, bind_router(context, self.address), served, preparers, updates=updates)
         executor.initialize_cache(CONFIG)
         self.engine = EngineCore(CONFIG, executor)
         self.io.start()

@@ -79,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with LLM(str(one), **OPTIONS) as llm:
             answers.append(answer(llm))
     capture = folder / "run.cap"
-    with LLM(str(folders[0]), **OPTIONS, capture=str(capture), reserve_weights=True) as llm:
+    with LLM(str(folders[0]), **OPTIONS, capture=str(capture)) as llm:
         assert bits(answer(llm)) == bits(answers[0])
         yield Site(llm, folders, answers, capture)
 
@@ -244,7 +244,7 @@ def test_an_engine_sleeps_and_its_requests_continue(site: Site, level: int) -> N
 
 
 INT8 = {**OPTIONS, "dtype": "bfloat16", "quantization": "int8"}
-MTP = {**OPTIONS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+MTP = {**OPTIONS, "reserve_weights": True, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 
 @pytest.mark.parametrize(("settings", "options"), [(MODEL, INT8), (MIMO, MTP)], ids=["int8", "draft head"])

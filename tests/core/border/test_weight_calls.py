@@ -1,15 +1,17 @@
 """The owner's calls on the weights: one update at a time, read by another thread; what fails changes nothing."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from core.border.weight_calls import WeightCalls
+from core.executors.fake import FakeExecutor
 from core.inputs import NewWeights
 from ipc.errors import ModelFileError
-from ipc.wire.messages import CallFailed, ErrorCode
+from ipc.wire.messages import CallDone, CallFailed, ErrorCode
 from ipc.wire.weights_messages import Sleep, UpdateMode, UpdateWeights, WakeUp, WeightsMark
+from tests.core.running_engine import CONFIG, Running, limits, owner
 
 
 class Reader:
@@ -41,6 +43,9 @@ class Reader:
         if path == "worse":
             raise RuntimeError("a bug")
         return WeightsMark(version, f"fingerprint of {path}", path, "")
+
+    def wake_up(self) -> None:
+        raise AssertionError("the engine does that")
 
     def use_weights(self, mark: WeightsMark) -> None:
         raise AssertionError("the engine does that")
@@ -130,8 +135,75 @@ def test_memory_is_taken_while_no_call_waits(calls: WeightCalls, reader: Reader)
     calls.end(new.mark)
     while reader.num_pieces:
         assert reader.has_looked.wait(10)
+    reader.num_pieces = 3
+    reader.has_looked.clear()
+    calls.note_done()
+    while reader.num_pieces:
+        assert reader.has_looked.wait(10)
     assert calls.begin(7, UpdateWeights(2, "two")) is None
     assert isinstance(done(calls)[0][1], NewWeights)
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_memory_that_cannot_be_taken_ends_no_call(
+    error: Exception, reader: Reader, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
+) -> None:
+    def fail() -> bool:
+        reader.has_looked.set()
+        raise error
+
+    monkeypatch.setattr(reader, "take_memory_ahead", fail)
+    reader.num_pieces = 1
+    reader.may_read.set()
+    calls = WeightCalls(reader, lambda: None)
+    assert reader.has_looked.wait(10)
+    for number in (1, 2):
+        assert calls.begin(7, UpdateWeights(number, "one")) is None
+        ((_, new),) = done(calls)
+        assert isinstance(new, NewWeights)
+        calls.end(new.mark)
+    calls.close()
+    assert f"no memory is taken for the next weights: {type(error).__name__}" in logged()
+
+
+class Dozing(Reader, FakeExecutor):
+    """It has memory to take when it has woken up."""
+
+    def __init__(self) -> None:
+        FakeExecutor.__init__(self, CONFIG)
+        Reader.__init__(self)
+        self.level = 0
+
+    def sleep(self, level: int) -> None:
+        self.level = level
+
+    def wake_up(self) -> None:
+        self.num_pieces, self.level = 1, 0
+
+
+def test_memory_is_taken_after_the_engine_has_woken_up() -> None:
+    """Not if it cannot wake up, because it has no weights."""
+    executor = Dozing()
+    executor.num_pieces = 1  # the thread is there from the start
+    running = Running(limits(), executor=executor)
+    try:
+        with owner(running) as client:
+            client.send(Sleep(1, 1))
+            assert client.receive(CallDone).call == executor.level == 1
+            assert executor.has_looked.wait(10)
+            while executor.num_pieces:
+                assert executor.has_looked.wait(10)
+            client.send(WakeUp(2))
+            assert client.receive(CallDone).call == 2
+            assert not executor.level
+            while executor.num_pieces:
+                assert executor.has_looked.wait(10)
+            client.send(Sleep(3, 2), WakeUp(4))
+            assert client.receive(CallDone).call == 3
+            assert client.receive(CallFailed).call == 4
+            assert executor.level == 2
+    finally:
+        running.close()
 
 
 def test_a_call_does_not_wait_for_the_rest_of_the_memory(reader: Reader) -> None:

@@ -1,11 +1,16 @@
 """Memory for the next weights is taken before they come: after an update, or from the start if that was asked for."""
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from core.executors.local import LocalExecutor
+from core.process.prepare import prepare
+from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 from kernels.memory.weight_memory import WeightMemory
 from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
 from tests.resolved import resolved_config
@@ -16,12 +21,12 @@ OPTIONS = {"executor": "local", "max_num_seqs": 2, "block_size": 8, "dtype": "fl
 
 @pytest.fixture(name="asked")
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes for which memory was asked for ahead."""
+    """The bytes for which memory was asked for ahead. There is always more, but for the thread next to an update."""
     sizes = list[int]()
 
     def take_ahead(memory: WeightMemory, num_bytes: int) -> bool:
         sizes.append(num_bytes)
-        return True
+        return threading.current_thread() is threading.main_thread()
 
     monkeypatch.setattr(WeightMemory, "take_ahead", take_ahead)
     return sizes
@@ -64,3 +69,38 @@ def test_memory_for_the_first_update_is_taken_if_that_is_asked_for(tmp_path: Pat
     assert executor.expects_weights
     assert executor.take_memory_ahead()
     assert asked[0] > 0
+
+
+def test_an_engine_that_wakes_up_takes_that_memory_again(tmp_path: Path, asked: list[int]) -> None:
+    """Only if that was asked for: otherwise its next update is as the first one."""
+    executor, other = started(tmp_path, reserve_weights=True), started(tmp_path)
+    update(other, tmp_path, 1)
+    for one in (executor, other):
+        one.sleep(1)
+        assert not one.expects_weights
+        assert not one.take_memory_ahead()
+        one.wake_up()
+        assert one.expects_weights is one.take_memory_ahead() is (one is executor)
+    executor.sleep(2)
+    update(executor, tmp_path, 1)
+    assert not executor.take_memory_ahead()
+    executor.wake_up()
+    assert executor.take_memory_ahead()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"executor": "fake"}, "executor 'fake' cannot change weights"),
+        ({"tensor_parallel_size": 2}, "it has worker processes"),
+        ({"device": "cuda"}, "it runs on a GPU"),
+        ({"runner": "pooling"}, "it is a pooling model"),
+        ({"numerics": "L0"}, "it does not compute with the C kernels"),
+        ({"cpu_kernels": "torch"}, "it does not compute with the C kernels"),
+    ],
+)
+def test_memory_for_weights_that_cannot_come_is_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    write(tmp_path, MODEL, random_weights(model_shapes(MODEL), 0))
+    config = EngineConfig(model=str(tmp_path), reserve_weights=True, threads=1, **options)
+    with pytest.raises(ConfigError, match=f"reserve_weights: .*{text}.*: leave it out"):
+        prepare(config, lambda phase: None)

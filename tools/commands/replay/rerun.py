@@ -311,6 +311,11 @@ class LostSteps:
         if isinstance(self._executor, UpdatesWeights):
             self._executor.sleep(level)
 
+    def wake_up(self) -> None:
+        """Note that plans come again; see UpdatesWeights."""
+        if isinstance(self._executor, UpdatesWeights):
+            self._executor.wake_up()
+
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights; see UpdatesWeights."""
         assert isinstance(self._executor, UpdatesWeights), type(self._executor)
