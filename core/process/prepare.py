@@ -90,7 +90,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
 
 
 def _check_reserve(config: EngineConfig, executor: Executor | None) -> None:
-    """Refuse reserve_weights if none can be. executor: None = it is not loaded yet. Errors: ConfigError."""
+    """Refuse reserve_weights for an engine that cannot use it. executor: None = not loaded yet. Errors: ConfigError."""
     if not config.reserve_weights:
         return
     reason = ""
