@@ -109,7 +109,7 @@ class WeightCalls:
 
     def note_done(self) -> None:
         """Note that the engine has done a call: perhaps it has woken up."""
-        if self._thread is not None and not self._is_busy:  # otherwise it looks after the present update
+        if self._thread is not None:
             self._asked.put(_Word.LOOK)
 
     def _start(self, executor: WeightReader) -> None:

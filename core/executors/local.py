@@ -228,7 +228,7 @@ class LocalExecutor:
     def take_memory_ahead(self) -> bool:
         """Take memory for the next weights after an update, when those before it are gone; see UpdatesWeights."""
         model = self._model
-        if not self.expects_weights or self._new_weights or not isinstance(model, Llama):
+        if not self.expects_weights or self._sleeps or self._new_weights or not isinstance(model, Llama):
             return False
         own = model.operations
         return isinstance(own, CpuOperations) and own.library.memory.take_ahead(own.num_packed_bytes)
@@ -238,7 +238,7 @@ class LocalExecutor:
         for cache in filter(None, (self.runner.cache, self.runner.swap_cache)):
             cache.release()
         self._ahead = BlocksAhead(self.runner.cache)
-        self.expects_weights = False
+        self.expects_weights, self._sleeps = False, True
         if self.features is not None:
             self.features.drop_all()
         if isinstance(self._model, Llama) and self._model.library is not None:
@@ -248,7 +248,7 @@ class LocalExecutor:
 
     def wake_up(self) -> None:
         """Expect other weights if the option says so; see UpdatesWeights."""
-        model = self._model
+        model, self._sleeps = self._model, False
         if self._reserves and isinstance(model, Llama) and isinstance(model.operations, CpuOperations):
             model.operations.library.memory.keep(True)
             self.expects_weights = True

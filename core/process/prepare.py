@@ -96,7 +96,7 @@ def _check_reserve(config: EngineConfig, executor: Executor | None) -> None:
     reason = ""
     if has_workers(config):
         reason = "it has worker processes"
-    elif config.device != "cpu":
+    elif config.device == "cuda":
         reason = "it runs on a GPU"
     elif executor is not None and not isinstance(executor, UpdatesWeights):
         reason = f"executor {config.executor!r} cannot change weights"

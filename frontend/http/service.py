@@ -176,7 +176,7 @@ class Service:
             raise HttpError(404, text, param="task", code=MODEL_NOT_FOUND)
         if task not in allowed:
             raise HttpError(403, f"the key may not use this task; it may use: {served}", param="task")
-        if model and model not in (*self.names, task):
+        if model and model not in self.names and self.adapters.find(model) != adapter:
             text = f"model names the adapter {model!r:.200}, and task another one: send one of them"
             raise HttpError(400, text, param="task")
         request.adapter = adapter

@@ -44,6 +44,8 @@ class WeightMemory:
         take its pages back.
         """
         with self._lock:
+            if keeps and self._keeps:
+                return  # data that are being made may share a mapping
             self._end_chunk()
             self._keeps = keeps
             if not keeps:

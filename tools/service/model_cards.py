@@ -34,7 +34,7 @@ def card_of(entry: Entry, memory: int) -> Card:
         return _card(entry, None, problem="; ".join(found.refusals))
     kv = kv_bytes(config, memory)
     swap = 0 if config.preemption_mode == "recompute" else config.swap_space_bytes
-    host = swap + config.kv_host_bytes
+    host = swap + config.kv_host_bytes + (_in_memory(found, config) if found and config.reserve_weights else 0)
     card = _card(entry, weights + kv + host + PROCESS_BYTES, weights=weights, kv=kv, modified=os.stat(path).st_mtime)
     able: tuple[str, ...] = ("embedding",) if config.runner == "pooling" else ("completion", "tools")
     if found is None:
@@ -52,9 +52,9 @@ def kv_bytes(config: EngineConfig, memory: int) -> int:
 
 
 def _weights(path: Path, config: EngineConfig) -> tuple[int, Inspection]:
-    """Return the bytes of the weights in memory, with those of a draft model, and with room for an update's."""
+    """Return the bytes of the weights in memory, with those of a draft model."""
     found = inspect_model(path)
-    total = (2 if config.reserve_weights else 1) * _in_memory(found, config)
+    total = _in_memory(found, config)
     if (draft := getattr(config.speculative_config, "model", None)) is not None:
         total += _in_memory(inspect_model(resolve_model(find_cached(draft))), config)
     return total, found

@@ -107,8 +107,10 @@ class BatchStore:
         def finish() -> None:
             plan = batch.plan
             with self._database.transaction():
-                plan.has_output, plan.has_errors = map(self._files.publish, (plan.output, plan.errors))
-                self._change(batch)
+                shown = [self._files.publish(file) for file in (plan.output, plan.errors)]
+                last = msgspec.structs.replace(plan, has_output=shown[0], has_errors=shown[1])
+                self._change(msgspec.structs.replace(batch, plan=last))
+            plan.has_output, plan.has_errors = shown
 
         await self._run(finish)
 

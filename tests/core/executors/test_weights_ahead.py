@@ -59,8 +59,18 @@ def test_an_engine_that_was_updated_takes_memory_for_the_next_weights(tmp_path: 
     executor.sleep(2)
     assert not executor.take_memory_ahead()
     update(executor, tmp_path, 2)
+    executor.wake_up()
     assert not executor.take_memory_ahead()
     update(executor, tmp_path, 3)
+    assert executor.take_memory_ahead()
+
+
+def test_an_update_of_an_engine_that_sleeps_takes_no_memory_until_it_wakes_up(tmp_path: Path, asked: list[int]) -> None:
+    executor = started(tmp_path)
+    executor.sleep(1)
+    update(executor, tmp_path, 1)
+    assert not executor.take_memory_ahead()
+    executor.wake_up()
     assert executor.take_memory_ahead()
 
 

@@ -120,6 +120,18 @@ def test_updates_map_nothing_after_the_second_one(mapped: list[int]) -> None:
     assert present[0].nbytes == MATRICES[0] + 64
 
 
+def test_weights_stay_in_one_mapping_if_keeping_is_asked_for_again(mapped: list[int]) -> None:
+    """An engine wakes up, say, while another thread packs."""
+    memory = WeightMemory()
+    memory.keep(True)
+    with memory.together(sum(MATRICES)):
+        first = memory.allocate(MATRICES[0])
+        memory.keep(True)
+        others = [memory.allocate(size) for size in MATRICES[1:]]
+    assert len(mapped) == 1
+    assert first.nbytes + sum(each.nbytes for each in others) == sum(MATRICES)
+
+
 def test_more_than_was_expected_finds_memory(mapped: list[int]) -> None:
     memory = WeightMemory()
     memory.keep(True)

@@ -25,7 +25,7 @@ from tools.service.model_cards import card_of
         ({"quantization": "none"}, WeightForm.BOTH, 0, 1),
         ({"quantization": "int8"}, WeightForm.BOTH, 1, 0),
         ({"dtype": "float32"}, WeightForm.STORED, 0, 2),
-        ({"reserve_weights": True}, WeightForm.STORED, 2, 0),
+        ({"reserve_weights": True}, WeightForm.STORED, 1, 0),
     ],
 )
 def test_the_weights_count_in_the_forms_that_an_engine_keeps(
@@ -39,6 +39,16 @@ def test_the_weights_count_in_the_forms_that_an_engine_keeps(
     stored = needs.weights_quantized if form is WeightForm.BOTH and num_dense else needs.weights_as_stored
     assert 0.99 < needs.weights_quantized / needs.weights_as_stored < 1
     assert card.weight_bytes == num_stored * stored + num_dense * needs.weights_dequantized
+
+
+def test_memory_for_an_update_counts_and_is_not_the_models_size() -> None:
+    plain, reserving = (
+        card_of(entry_of("one", {"model": str(resolve_model(None)), "reserve_weights": reserves}), 8 << 30)
+        for reserves in (False, True)
+    )
+    assert plain.num_bytes is not None
+    assert reserving.weight_bytes == plain.weight_bytes
+    assert reserving.num_bytes == plain.num_bytes + plain.weight_bytes
 
 
 def test_plain_weights_and_those_of_a_model_that_pools_have_one_form(
