@@ -17,7 +17,7 @@ import msgspec
 from core import log
 from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
-from ipc.records.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
+from ipc.records.flight_ring import HALF, HALVES_AT, numbers_of, ring_half_bytes
 from ipc.records.log_frames import MAX_PAYLOAD_BYTES, UNCHECKED_BYTES, frame_of, pack_frame, put_frame
 
 PAUSE_S = 0.0005  # pause that gives the GIL to the engine thread while a checkpoint is encoded
@@ -43,8 +43,8 @@ class FlightRecorder:
         self._header = header
         self._period_ns = seconds * _NS
         self._now_ns = self._due_ns = self._least_ns = 0  # clock values of steps; 0: before the first one
-        # of the half being written: its index, its start, and the position of its numbers
-        self._half = self._at = self._numbers_at = 0
+        # of the half being written: its index, its start, and the place of its numbers
+        self._half, self._at, self._numbers = 0, 0, numbers_of(0)
         self._used = self._due_bytes = 0  # of that half: bytes used, and bytes at which a checkpoint is due
         self._generation = 1
         self.sequence = 0  # of the last record
@@ -78,7 +78,7 @@ class FlightRecorder:
         else:
             put_frame(self._memory, begin, self._at + used, checked)
             self._used = used
-            HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+            self._memory[self._numbers] = HALF.pack(self._generation, used)
         self._now_ns = now_ns
         if self._used > self._due_bytes or now_ns > self._due_ns:
             self._end_step(now_ns)
@@ -115,7 +115,7 @@ class FlightRecorder:
             return
         self._memory[begin : begin + len(frame)] = frame
         self._used = used
-        HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+        self._memory[self._numbers] = HALF.pack(self._generation, used)
 
     def _keep(self, frame: bytes) -> None:
         """Keep a frame for the other half, which takes over once it has its checkpoint."""
@@ -151,11 +151,11 @@ class FlightRecorder:
         """Switch to a half that already has `used` bytes."""
         self._half, self._used, self._is_full = half, used, False
         self.wants_checkpoint = False
-        self._at, self._numbers_at = HALVES_AT + half * self._half_bytes, half_at(half)
+        self._at, self._numbers = HALVES_AT + half * self._half_bytes, numbers_of(half)
         self._due_ns = self._now_ns and self._now_ns + self._period_ns
         self._least_ns = self._now_ns + _LEAST_NS
         self._due_bytes = max(self._half_bytes * 3 // 4, (self._half_bytes + used) // 2)
-        HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+        self._memory[self._numbers] = HALF.pack(self._generation, used)
 
     # --- the thread ---
 
@@ -192,7 +192,7 @@ class FlightRecorder:
 
         sequence: of the last record before the checkpoint, which uses the same number.
         """
-        HALF.pack_into(self._memory, half_at(half), 0, 0)
+        self._memory[numbers_of(half)] = HALF.pack(0, 0)
         clocks = {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}
         header = msgspec.structs.replace(self._header, **clocks)
         data = pack_frame(0, TAGS[Header], encode_record(header))

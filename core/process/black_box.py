@@ -25,12 +25,13 @@ from ipc.records.black_box import (
     TURNED,
     TURNED_AT,
     Page,
-    Reading,
     request_digest,
     rows_of,
     size_of,
 )
 
+#: The places of the page's parts.
+_BEGUN, _TURNED = slice(BEGUN_AT, BEGUN_AT + BEGUN.size), slice(TURNED_AT, TURNED_AT + TURNED.size)
 _WINDOW = 500  # steps of one size after which the slowest of the previous window is forgotten
 
 
@@ -85,9 +86,10 @@ class BlackBox:
         self._stats: SchedulerStats | None = None  # the scheduler's
         self._kind = self._kinds[0]  # of the last step
         self._num_scheduled = 0  # tokens, up to the last step
-        HEADER.pack_into(self._memory, 0, *(0,) * len(Reading._fields))
-        TURNED.pack_into(self._memory, TURNED_AT, 0, 0, time.monotonic_ns(), 0)
-        PROCESS.pack_into(self._memory, 0, epoch + 1, os.getpid())
+        # Never pack_into(), which writes zeros first and then byte after byte: a reader would see them.
+        self._memory[: HEADER.size] = bytes(HEADER.size)
+        self._memory[_TURNED] = TURNED.pack(0, 0, time.monotonic_ns(), 0)
+        self._memory[: PROCESS.size] = PROCESS.pack(epoch + 1, os.getpid())
 
     def watch(self, scheduler: SchedulerInterface) -> None:
         """Set the scheduler whose steps are recorded. Called once, before the first of them."""
@@ -116,9 +118,7 @@ class BlackBox:
                 expected += self._waits.part_ns
         begun_ns = time.monotonic_ns()
         self._num_begun, self._began[step % 2] = step, (begun_ns, kind)
-        BEGUN.pack_into(
-            self._memory,
-            BEGUN_AT,
+        self._memory[_BEGUN] = BEGUN.pack(
             step,
             begun_ns,
             expected,
@@ -150,7 +150,7 @@ class BlackBox:
         """Record that a turn of the engine's loop has ended, and how many requests wait."""
         now_ns, step = time.monotonic_ns(), self._num_ended
         self._num_turns += 1
-        TURNED.pack_into(self._memory, TURNED_AT, step, self._num_turns, now_ns, num_waiting)
+        self._memory[_TURNED] = TURNED.pack(step, self._num_turns, now_ns, num_waiting)
         if step == self._num_ended_at_turn:
             return
         self._num_ended_at_turn = step

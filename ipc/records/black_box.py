@@ -72,8 +72,8 @@ class Reading(NamedTuple):
 
 NO_READING = Reading(-1, *(0,) * 14)
 
-#: The header: a Reading. Its writer writes each of its three parts in one go, the first part last. The epoch is stored
-#: + 1.
+#: The header: a Reading. Its writer copies each of its three parts from bytes that are ready, the first part last. The
+#: epoch is stored + 1.
 HEADER = struct.Struct("<15q")
 PROCESS, BEGUN, TURNED = (struct.Struct(f"<{size}q") for size in (2, 9, 4))
 BEGUN_AT = PROCESS.size
@@ -143,7 +143,7 @@ class BlackBoxReader:
 
     def read(self) -> Reading:
         """Return the present numbers."""
-        epoch, *numbers = HEADER.unpack_from(self._page.memory)
+        epoch, *numbers = HEADER.unpack(self._page.memory[: HEADER.size])
         return Reading(epoch - 1, *numbers) if epoch else NO_READING
 
     def suspects(self) -> list[Suspect]:

@@ -21,9 +21,14 @@ HALF = struct.Struct("<2q")  # generation, bytes in use
 _TRIES = 100  # to read a ring while it is written
 
 
-def half_at(half: int) -> int:
-    """Return the offset of the numbers of a half (0 or 1)."""
-    return _SIZE.size + half * HALF.size
+def numbers_of(half: int) -> slice:
+    """Return the place of the numbers of a half (0 or 1).
+
+    They are written as bytes that are ready. Struct.pack_into() writes zeros first and then byte after byte: a process
+    that reads at that moment, or after the engine died in it, would find no half.
+    """
+    begin = _SIZE.size + half * HALF.size
+    return slice(begin, begin + HALF.size)
 
 
 class Half(NamedTuple):
@@ -57,12 +62,12 @@ def read_ring(fd: int) -> list[Half]:
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
         size = ring_half_bytes(memory)
         for _ in range(_TRIES):
-            before = [HALF.unpack_from(memory, half_at(half)) for half in (0, 1)]
+            before = [HALF.unpack(memory[numbers_of(half)]) for half in (0, 1)]
             halves = [
                 Half(generation, memory[HALVES_AT + half * size : HALVES_AT + half * size + used])
                 for half, (generation, used) in enumerate(before)
             ]
-            after = [HALF.unpack_from(memory, half_at(half))[0] for half in (0, 1)]
+            after = [HALF.unpack(memory[numbers_of(half)])[0] for half in (0, 1)]
             if [generation for generation, _ in before] == after:
                 break
         return sorted(half for half in halves if half.generation and half.data)
