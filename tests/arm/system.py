@@ -120,10 +120,17 @@ def build_kernels(folder: Path, variants: Iterable[str] | None = None) -> None:
             part.mkdir(mode=0o700, exist_ok=True)
         in_wheel = list((folder / "installed").rglob(f"{name}-{source_hash(name, machine=ARM)}.so"))
         if in_wheel:
-            path.write_bytes(in_wheel[0].read_bytes())
+            _put(path, in_wheel[0].read_bytes())
         elif not path.exists() or not is_intact(path.read_bytes()):
             built = build(name, Compiler((COMPILER,), version), path.parent, WHEEL_BUILD_S, WHEEL_CPU_S)
-            path.write_bytes(with_digest(built))
+            _put(path, with_digest(built))
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file whole: another run may have the present one mapped, which would end by SIGBUS if it were emptied."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    unfinished.write_bytes(data)
+    unfinished.replace(path)
 
 
 def _unpack_debian(folder: Path) -> None:
