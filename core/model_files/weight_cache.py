@@ -200,6 +200,7 @@ def _keep(path: Path, made: dict[str, Packed], library: CpuLibrary, max_bytes: i
     try:
         with open(temporary, "ab", opener=_private) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_unfinished(path.parent)
             disk = os.statvfs(path.parent)
             if disk.f_bavail * disk.f_frsize < 2 * (begin + end):
                 raise OSError(f"{path.parent} has less than twice their {begin + end} bytes free")
@@ -259,6 +260,14 @@ def _in_pieces(pieces: Iterable[tuple[int, UInt8s]], begin: int) -> Iterator[tup
             whole[at : at + len(part)] = part
             done, used = done + len(part), at + len(part)
     yield begin, whole[:used]
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what engines left that were killed. A file that is being written is locked."""
+    for path in folder.glob(f"*{_UNFINISHED}"):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:

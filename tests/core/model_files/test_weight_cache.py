@@ -213,8 +213,20 @@ def test_one_engine_writes_a_file(folder: Path, said: list[str]) -> None:
         fcntl.flock(other, fcntl.LOCK_EX)
         fill()
         assert list(folder.iterdir()) == [file.with_suffix(".tmp")]
+        fill("another model")  # does not remove it
+        (other_file,) = set(folder.iterdir()) - {file.with_suffix(".tmp")}
     fill()  # over what an engine left that was killed
-    assert list(folder.iterdir()) == [file]
+    assert set(folder.iterdir()) == {file, other_file}
+    assert said == []
+
+
+def test_what_killed_engines_left_is_removed(folder: Path, said: list[str]) -> None:
+    """Of any model: the file of one that is never started again would stay for ever."""
+    left = folder / f"{'0' * 64}.tmp"
+    left.write_bytes(bytes(1000))
+    fill()
+    (file,) = folder.iterdir()
+    assert file != left
     assert said == []
 
 
