@@ -43,8 +43,8 @@ class Variant(NamedTuple):
 
 _AVX2 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-#: Every CPU with the bfloat16 instructions also has those for products of bytes.
-_AVX512BF16 = _AVX512 | frozenset(["avx512_bf16", "avx512_vnni"])
+#: Of all CPUs with the bfloat16 instructions only Cooper Lake lacks one of the others, avx512_vbmi.
+_AVX512BF16 = _AVX512 | frozenset(["avx512_bf16", "avx512_vnni", "avx512vbmi"])
 
 ARM = "aarch64"  # platform.machine() of ARM with 64 bits
 #: The same words for it, with the bits of getauxval() that say so (asm/hwcap.h).
@@ -65,7 +65,7 @@ _AMX_PROBE = f'void probe(void) {{ __asm__ volatile("{_AMX_PRODUCTS}\\n\\ttilere
 #: Best first, before usable_variants() removes some.
 VARIANTS = {
     "amx": Variant(("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512, _AMX_PROBE),
-    "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _AVX512BF16),
+    "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi", "-mavx512vnni"), _AVX512BF16),
     "avx512": Variant(("-march=x86-64-v4",), _AVX512),
     "avx2": Variant(("-march=x86-64-v3",), _AVX2),
     "neon_bf16": Variant(("-march=armv8.2-a+dotprod+bf16+i8mm", "-DWITH_NEON"), _NEON_BF16),

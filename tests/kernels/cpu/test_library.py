@@ -248,8 +248,9 @@ def test_what_is_prebuilt_and_does_not_load_is_built(cache):
 @pytest.mark.parametrize(
     ("vendor", "extra", "best"),
     [
-        ("AuthenticAMD", "avx512_bf16 avx512_vnni", "avx512bf16"),
-        ("GenuineIntel", "avx512_bf16 avx512_vnni", "avx512"),
+        ("AuthenticAMD", "avx512_bf16 avx512_vnni avx512vbmi", "avx512bf16"),
+        ("AuthenticAMD", "avx512_bf16 avx512_vnni", "avx512"),
+        ("GenuineIntel", "avx512_bf16 avx512_vnni avx512vbmi", "avx512"),
         ("GenuineIntel", "", "avx512"),
     ],
 )
@@ -260,7 +261,7 @@ def test_the_best_variant_depends_on_the_make_of_the_cpu(vendor, extra, best, mo
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     usable = usable_variants()
     assert usable[0] == best
-    assert set(usable) == set(variants_of()) - {"amx"} - (set() if extra else {"avx512bf16"})
+    assert set(usable) == set(variants_of()) - {"amx"} - (set() if "vbmi" in extra else {"avx512bf16"})
     assert usable[-2:] == ["avx2", "portable"]
 
 

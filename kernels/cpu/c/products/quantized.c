@@ -135,12 +135,12 @@ INLINE void work_on_vectors(const Groups *work, const int first, const int vecto
     for (int64_t g = work->first; g < work->last; g++) {
         const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
         Scales scales[PANEL_VECTORS][2];
-        if (first == 0)
-            for (int line = 0; line < layout.group_bytes; line += 64)
-                if (has_lane_pairs(type))
-                    __builtin_prefetch(group + FAR_PREFETCH_BYTES + line, 0, 2);
-                else
-                    __builtin_prefetch(group + PREFETCH_BYTES + line);
+        for (int line = 0; first == 0 && line < layout.group_bytes; line += 64) {
+            if (has_lane_pairs(type))
+                __builtin_prefetch(group + FAR_PREFETCH_BYTES + line, 0, 2);
+            else
+                __builtin_prefetch(group + PREFETCH_BYTES + line);
+        }
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) load_lane_scales(scales[v], head, group, first + v, own.unit, type);
 #pragma GCC unroll 1

@@ -14,6 +14,7 @@
 #ifndef QUANTIZED_DECODE_H
 #define QUANTIZED_DECODE_H
 
+#include "blocks/looked_up_pairs.h"
 #include "products/gemm_block.h"
 #include "products/quantized.h"
 
@@ -59,7 +60,7 @@ typedef struct {
     Table levels;
     float unit;
 #if LANES == 16
-    Floats numbers; /* the levels with their zero taken off */
+    Floats numbers; /* the levels with their zero taken off; bits of words if pairs are looked up */
 #endif
 } OwnParts;
 
@@ -69,11 +70,14 @@ INLINE OwnParts own_parts(const int32_t panel_type, const int type) {
 #if LANES == 16
     if (type != WHOLE_PANEL && has_float_levels(type)) own.numbers = load_floats(float_levels(type));
 #endif
+#if defined(__AVX512BF16__)
+    if (has_pairs_looked_up(type)) own.numbers = (Floats)load_code_numbers(type);
+#endif
     if (type == WHOLE_PANEL || !has_levels(type)) return own;
     const uint8_t *levels = LEVELS[BLOCK_TYPES[type == IQ2_XXS ? panel_type : type].levels];
     own.levels = load_table(levels);
 #if LANES == 16
-    own.numbers = load_bytes(levels) - (float)zero_of(type);
+    if (!has_pairs_looked_up(type)) own.numbers = load_bytes(levels) - (float)zero_of(type);
 #endif
     if (type == IQ2_XXS) own.unit = BLOCK_TYPES[panel_type].unit;
     return own;
@@ -99,7 +103,7 @@ INLINE Floats look_up_float(const float table[16], const Words places) {
  * the second product has at most 24 bits. */
 INLINE int has_scaled_zero(const int type) {
 #if defined(__AVX512BF16__)
-    return BLOCK_TYPES[type].scales == FLOATS && !has_minimum(type) && !has_levels(type);
+    return BLOCK_TYPES[type].scales == FLOATS && !has_minimum(type) && !has_levels(type) && !has_pairs_looked_up(type);
 #elif defined(__AVX512F__) || defined(WITH_NEON) /* where the shifts that this needs take as long */
     (void)type;
     return 0;
@@ -112,6 +116,9 @@ INLINE int has_scaled_zero(const int type) {
  * minimum; with AVX512_BF16 the two are for codes at bit 8 and at bit 12 of a word. */
 typedef struct {
     Floats scale[2], minimum[2];
+#if defined(__AVX512BF16__)
+    Roots roots[2];
+#endif
 } Scales;
 
 /* Load bytes of E4M3 without a sign as half of their numbers: as float16 they have a bias that is 8 more. */
@@ -182,7 +189,7 @@ INLINE void load_half(Scales *loaded, const char *head, const char *group, const
 
 /* Load the scales of vector v. */
 INLINE Scales load_scales(const char *head, const char *group, const int v, const float unit, const int type) {
-    Scales loaded = {{{0}, {0}}, {{0}, {0}}};
+    Scales loaded = {.scale = {{0}, {0}}};
     if (type == WHOLE_PANEL) return loaded;
     load_half(&loaded, head, group, v, 0, unit, type);
     if (has_halves(type)) {
@@ -191,6 +198,12 @@ INLINE Scales load_scales(const char *head, const char *group, const int v, cons
         loaded.scale[1] = loaded.scale[0];
         loaded.minimum[1] = loaded.minimum[0];
     }
+#if defined(__AVX512BF16__)
+    if (has_pairs_looked_up(type)) {
+        loaded.roots[0] = roots_of(loaded.scale[0], type);
+        loaded.roots[1] = has_halves(type) ? roots_of(loaded.scale[1], type) : loaded.roots[0];
+    }
+#endif
     if (!has_scaled_zero(type)) return loaded;
 #if defined(__AVX512BF16__)
     loaded.minimum[0] = loaded.scale[0] * -(float)((1 << 15) + zero_of(type));
@@ -494,6 +507,13 @@ INLINE Two two_weights(const char *codes, const RowCodes *row, const OwnParts *o
         if (!BY_PAIRS) two.steps[STEPS_OF_TWO - 1] = pairs & 0xffff0000;
         return two;
     }
+#if defined(__AVX512BF16__)
+    if (has_pairs_looked_up(type)) {
+        const Roots *roots = &scales[0].roots[has_halves(type) ? r / 2 : 0];
+        two.steps[0] = pairs_looked_up(row->low, (Words)own->numbers, i, roots, type);
+        return two;
+    }
+#endif
     const Floats even = unrounded_weight(row, own, r, i, &scales[0], type);
     const Floats odd = unrounded_weight(row, own, r, i + 1, &scales[has_lane_pairs(type)], type);
     if (BY_PAIRS) {
