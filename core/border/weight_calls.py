@@ -4,7 +4,6 @@ A file on the engine's machine is named, and weights never pass through the sock
 every client's streams, and who may name an adapter's path may name this one too.
 """
 
-import contextlib
 import threading
 import traceback
 from collections.abc import Callable
@@ -19,7 +18,9 @@ from ipc.wire.messages import CallFailed, ErrorCode
 from ipc.wire.weights_messages import Sleep, UpdateWeights, WakeUp, WeightsMark
 
 _JOIN_S = 1.0  # seconds that close() waits for the weights being read; then their thread is abandoned
-_PAUSE_S = 0.005  # between two pieces of memory, each of which holds up a thread that maps some for up to 4 ms
+#: Seconds after an update: steps first compute live requests again.
+_REST_S = 1.0
+_PAUSE_S = 0.005  # between two pieces of work, each of which takes a core from the steps for some milliseconds
 _UNSUPPORTED = "this engine's executor cannot change its weights while it runs"
 
 
@@ -29,7 +30,7 @@ _Asked = tuple[int, UpdateWeights, int]  # client, call and the version of its w
 class _Word(Enum):
     """Other words to the reading thread."""
 
-    LOOK = 1  # there may be memory to take now
+    LOOK = 1  # there may be work for it now
     CLOSE = 2
 
 
@@ -49,6 +50,9 @@ class WeightReader(Protocol):
 
     def take_memory_ahead(self) -> bool:
         """Take a piece of the memory for the next weights; return whether there is more. Called by that thread."""
+
+    def pack_second_form(self) -> bool:
+        """Pack a further form of a matrix; return whether there is more. Called by that thread. Errors: MemoryError."""
 
 
 class WeightCalls:
@@ -125,26 +129,38 @@ class WeightCalls:
     # --- the reading thread ---
 
     def _run(self, executor: WeightReader) -> None:
-        while not isinstance(asked := self._next(executor), _Word):
+        pause = 0.0
+        while not isinstance(asked := self._next(executor, pause), _Word):
+            pause = _REST_S
             client, call, version = asked
             self._done.put((client, self._read(executor, call, version)))
             self._wake()
 
-    def _next(self, executor: WeightReader) -> _Asked | _Word:
-        """Return the next call, or CLOSE. Until it comes, memory for it is taken, piece by piece."""
+    def _next(self, executor: WeightReader, pause: float | None) -> _Asked | _Word:
+        """Return the next call, or CLOSE. Until it comes, other work is done after the pause, piece by piece."""
         while True:
-            pause = _PAUSE_S if self._takes_more(executor) else None
-            with contextlib.suppress(Empty):
+            try:
                 asked = self._asked.get(timeout=pause)
+            except Empty:
+                pause = _PAUSE_S if self._works_ahead(executor) else None
+            else:
                 if asked is not _Word.LOOK:
                     return asked
+                pause = _REST_S
 
-    def _takes_more(self, executor: WeightReader) -> bool:
-        try:
-            return executor.take_memory_ahead()
-        except (OSError, MemoryError) as error:  # calls are answered without that memory
-            log.say(f"engine-core: no memory is taken for the next weights: {type(error).__name__}: {error}")
-            return False
+    def _works_ahead(self, executor: WeightReader) -> bool:
+        """Do a piece of what calls do not wait for, and return whether there is more."""
+        works = {
+            "no memory is taken for the next weights": executor.take_memory_ahead,
+            "matrices stay in one form, which is slower": executor.pack_second_form,
+        }
+        for loss, work in works.items():
+            try:
+                if work():
+                    return True
+            except (OSError, MemoryError) as error:  # calls are answered without it
+                log.say(f"engine-core: {loss}: {type(error).__name__}: {error}")
+        return False
 
     def _read(self, executor: WeightReader, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
         try:

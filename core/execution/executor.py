@@ -173,6 +173,13 @@ class UpdatesWeights(Protocol):
         Return whether there is more to take. Called by the thread of prepare_weights(), while it waits for a call.
         """
 
+    def pack_second_form(self) -> bool:
+        """Pack one matrix of the weights in use in a further form, with which its products take less time.
+
+        No bit depends on it. Return whether there is more to pack. Called by that thread, as take_memory_ahead().
+        Errors: MemoryError; then the others stay in one form.
+        """
+
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights from the next plan on, which adds all rows from scratch. No step is in flight.
 

@@ -1,5 +1,6 @@
 """The local executor: runs one model on this machine's CPU, in the engine process, one step at a time."""
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from core.models.layers.adapted_tables import table_shapes
 from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import AdaptingOperations
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.weight_form import fits
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
@@ -92,6 +94,7 @@ class LocalExecutor:
         self._drafting, self._max_num_seqs = self._load_drafting(config), with_rows(config).max_num_seqs
         #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
         self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
+        self._second_forms = SecondForms()  # of the weights in use
         #: Why this model's weights cannot change; "" if they can.
         self.why_fixed = why_not_updated(self._loaded.source, config)
         #: Others are expected while these are in memory: because the option says so, or because that was so before.
@@ -210,6 +213,7 @@ class LocalExecutor:
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step. The returned step is finished."""
+        self._second_forms.take_up()
         self._ahead.use(
             np.concatenate([plan.block_ids, *(new.ids for new in plan.others), *(new.block_ids for new in plan.starts)])
         )
@@ -218,12 +222,20 @@ class LocalExecutor:
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
         """Read other weights, next to the steps; see UpdatesWeights."""
         self._new_weights.clear()  # of an update that was never used
-        loaded = load_new_weights(Path(path) if path else None, self._loaded, self._config, self._first)
-        head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, Head) else None
+        library = self._model.library if isinstance(self._model, Llama) else None
+        with contextlib.nullcontext() if library is None else library.beside_steps():
+            loaded = load_new_weights(Path(path) if path else None, self._loaded, self._config, self._first)
+            head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, Head) else None
         info = loaded.info
         mark = WeightsMark(version, info.fingerprint, info.weights, info.variant)
         self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, Head) else None)
         return mark
+
+    def pack_second_form(self) -> bool:
+        """Pack the second form of one more matrix of the weights in use; see UpdatesWeights."""
+        library = self._model.library if isinstance(self._model, Llama) else None
+        with contextlib.nullcontext() if library is None else library.alone():
+            return self._second_forms.pack_next()
 
     def take_memory_ahead(self) -> bool:
         """Take memory for the next weights after an update, when those before it are gone; see UpdatesWeights."""
@@ -245,6 +257,7 @@ class LocalExecutor:
             self._model.library.memory.keep(False)
         if level > 1 and isinstance(self._model, Llama):
             self._model.drop_weights()
+            self._second_forms.drop()
 
     def wake_up(self) -> None:
         """Expect other weights if the option says so; see UpdatesWeights."""
@@ -264,6 +277,9 @@ class LocalExecutor:
         self.expects_weights = bool(self._model.layers)
         self._model.drop_weights()  # others may still have the object
         self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
+        self._second_forms.drop()
+        own = self._model.operations
+        self._second_forms = (own.second_forms if isinstance(own, CpuOperations) else None) or SecondForms()
         self.runner.model = self._model
         if new.head is not None:
             drafter: Any = self.runner.drafter

@@ -26,6 +26,7 @@ from core.models.grid_parts import GridParts
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.stored_matrix import Weight
 from core.models.operations.weight_form import WeightForm, best_form
 from core.models.parts.rank import Rank
@@ -150,9 +151,10 @@ def load_update(
 ) -> LoadedModel:
     """Return the same model with the weights of a safetensors file, a folder of them or a .gguf file.
 
-    It may run next to the base's steps. path: None = the weights that the engine started with. first: the model with
-    these, perhaps without its weights. Errors: ModelFileError, UnsupportedModelError; ConfigError for a model that
-    cannot change its weights.
+    It may run next to the base's steps, in a thread that runs its kernels alone (CpuLibrary.alone()). Of matrices in
+    two forms it packs the first; the operations' second_forms has the rest. path: None = the weights that the engine
+    started with. first: the model with these, perhaps without its weights. Errors: ModelFileError,
+    UnsupportedModelError; ConfigError for a model that cannot change its weights.
     """
     model = base.model
     if reason := why_not_updated(base, config):
@@ -160,21 +162,20 @@ def load_update(
     assert isinstance(model, Llama), type(model)
     own = resolve_model(config.model)
     library = model.library
+    second_forms: SecondForms | None = None
     with contextlib.ExitStack() as stack:
         if library is not None:
             library.memory.keep(True)  # of the weights that these replace, for the next ones
-            stack.enter_context(library.alone())
-            stack.enter_context(library.lent_core())
-            stack.enter_context(library.helped())
         if path is None:
             opened = open_weights(config.load_format, own, model.config, dtype, library).tensors
         else:
             opened = load_weights(path, model.config, dtype, library)
         if isinstance(model.operations, CpuOperations):
-            stack.enter_context(model.operations.library.memory.together(model.operations.num_packed_bytes))
+            size = model.operations.num_packed_bytes
+            second_forms = SecondForms(stack.enter_context(model.operations.library.memory.together(size)), size)
         weights = CheckedWeights(path or own, opened)
         tensors, form = iter(weights), _weight_form(config, model.config, library, generates=True)
-        changed = _native(model.config, tensors, dtype, config, library, form, None, None)
+        changed = _native(model.config, tensors, dtype, config, library, form, None, None, second_forms=second_forms)
         for _ in tensors:  # up to the check at the end
             pass
     _return_free_memory()
@@ -314,8 +315,9 @@ def _native(
     rank: Rank | None,
     stage: Stage | None,
     cache: WeightCache | None = None,
+    second_forms: SecondForms | None = None,
 ) -> Llama:
-    """Return one of our own models with its weights. cache: of a decoder's packed weights.
+    """Return one of our own models with its weights. cache: of a decoder's packed weights. second_forms: of a decoder.
 
     Errors: ModelFileError; ConfigError for parts without C kernels.
     """
@@ -326,7 +328,7 @@ def _native(
         caches = _cache_type(config, library)
         options: dict[str, Any] = {"library": library, "form": form, "rank": rank, "cache_type": caches}
         options["shares_blocks"] = not config.disable_cascade_attn
-        options["take_packed"] = None if cache is None else cache.take
+        options |= {"take_packed": None if cache is None else cache.take, "second_forms": second_forms}
         if stage is None:
             llama = Llama(model, weights, dtype, config.numerics, **options)
         else:

@@ -28,6 +28,7 @@ from core.models.operations.operations import (
     Product,
     choose_operations,
 )
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
@@ -113,15 +114,16 @@ class Llama:
         cache_type: type[CpuKVCache] = CpuKVCache,
         shares_blocks: bool = True,
         take_packed: TakePacked | None = None,
+        second_forms: SecondForms | None = None,
     ) -> None:
         """Pack the weights and build the layers.
 
         weights: (Hugging Face name, weight) pairs, preferably in the order of expected_shapes: each is packed as soon
         as its parts are read, and not kept. library: the C kernels, with their threads started; None = torch's
         operations. form: of the matrices in memory. rank: the process's place in a group that computes the model
-        together; None = there is no group. cache_type: of the C kernels' KV cache. shares_blocks, take_packed: see
-        CpuOperations. operations: replace those that the other arguments would select. Errors: ModelFileError naming
-        missing tensors.
+        together; None = there is no group. cache_type: of the C kernels' KV cache. shares_blocks, take_packed,
+        second_forms: see CpuOperations. operations: replace those that the other arguments would select. Errors:
+        ModelFileError naming missing tensors.
         """
         whole, self.config, self.state_size_of_model = config, config, config.state_size
         if rank is not None:
@@ -130,8 +132,9 @@ class Llama:
         self.max_model_len = self._length = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
         self.dtype = dtype
+        packing: dict[str, Any] = {"take_packed": take_packed, "second_forms": second_forms}
         self.operations = operations = operations or choose_operations(
-            config, dtype, numerics, library, form, cache_type, shares_blocks=shares_blocks, take_packed=take_packed
+            config, dtype, numerics, library, form, cache_type, shares_blocks=shares_blocks, **packing
         )
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"

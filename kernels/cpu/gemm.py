@@ -4,12 +4,13 @@ import ctypes
 
 import numpy as np
 
-from kernels.arrays import Floats
+from kernels.arrays import Floats, UInt8s
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.packed_weights import COMPACT, INT8, QUANTIZED, WHOLE, PackedWeights
-from kernels.cpu.structs import GemmArguments, PackArguments
+from kernels.cpu.structs import GemmArguments, PackArguments, SecondFormArguments
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
+from kernels.memory.weight_memory import Room
 
 #: Version of the arithmetic of products in 8 bits; part of the fingerprint.
 INT8_ARITHMETIC = 2
@@ -40,6 +41,24 @@ def row_bytes_in_8_bits(depth: int) -> int:
     return blocks_in_8_bits(depth) * _BLOCK_BYTES
 
 
+class SecondForm:
+    """The weights of a quantized matrix in a form for products of more than a few rows, which may come later.
+
+    Until they come, products of any number of rows use the quantized ones, with the same bits.
+    """
+
+    def __init__(self, weights: PackedWeights | None = None) -> None:
+        self.arguments = SecondFormArguments()
+        if weights is not None:
+            self.use(weights)
+
+    def use(self, weights: PackedWeights) -> None:
+        """Compute with these weights from now on. No product is being computed."""
+        assert weights.packing in (WHOLE, COMPACT), weights
+        self._packed = weights.packed  # kept alive
+        self.arguments.packing, self.arguments.weights = weights.packing, weights.packed.ctypes.data
+
+
 class PackedMatrix:
     """A packed weight matrix that computes y = x @ weight.T + bias.
 
@@ -53,7 +72,8 @@ class PackedMatrix:
     bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
     see kernels/cpu/c/products/compact.h). is_kept: see pack().
 
-    stored: the same weights, quantized, for products of few rows: these take less time, and have the same bits.
+    second: the same weights as quantized ones in another form, for products of more than a few rows: these take less
+    time, and have the same bits.
 
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
     up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).
@@ -71,7 +91,7 @@ class PackedMatrix:
         activation: str | None = None,
         constants: Floats | None = None,  # of an activation that has any
         is_kept: bool = False,
-        stored: PackedWeights | None = None,
+        second: SecondForm | None = None,
     ) -> None:
         assert activation is None or (gate is None and activation in ACTIVATIONS), activation
         assert (constants is not None) == (activation == "xielu"), activation
@@ -80,8 +100,7 @@ class PackedMatrix:
         in_8_bits = weight.packing == INT8
         assert dtype in (None, weight.dtype) or (in_8_bits and not weight.has_whole_panels), dtype
         assert weight.is_gated == (gate is not None), gate
-        assert stored is None or (stored.packing == QUANTIZED and weight.packing in (WHOLE, COMPACT)), stored
-        assert stored is None or stored[1:4] == weight[1:4], stored
+        assert second is None or weight.packing == QUANTIZED, weight.packing
         num_columns, self.in_features = weight.num_columns, weight.depth
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
@@ -91,7 +110,7 @@ class PackedMatrix:
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
         self._constants = None if constants is None else np.ascontiguousarray(constants, np.float32)
         self.packed, self.packing = weight.packed, weight.packing
-        self._stored = None if stored is None else stored.packed
+        self.second = second
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
         #: The C struct. Not set yet: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
@@ -105,7 +124,7 @@ class PackedMatrix:
             packing=self.packing,
             activation=0 if activation is None else GATES[activation],
             constants=None if self._constants is None else self._constants.ctypes.data,
-            stored=None if self._stored is None else self._stored.ctypes.data,
+            second=None if second is None else ctypes.addressof(second.arguments),
         )
 
     def __call__(self, x: Numbers) -> Numbers:
@@ -135,9 +154,6 @@ def pack(
     dtype = dtype or weight.dtype
     if weight.strides[1] != weight.itemsize:
         weight = np.ascontiguousarray(weight)
-    pointer = ctypes.POINTER(PackArguments)
-    plan_bytes = library.function("compact_plan_bytes", ctypes.c_int64, result=ctypes.c_int64)
-    plan = np.empty(plan_bytes(weight.shape[0]), np.uint8)
     arguments = PackArguments(
         source=weight.ctypes.data,
         num_columns=weight.shape[0],
@@ -146,17 +162,47 @@ def pack(
         source_dtype=ELEMENT_NUMBERS[weight.dtype],
         dtype=ELEMENT_NUMBERS[dtype],
         is_gated=is_gated,
-        plan=plan.ctypes.data,
     )
+    packed, packing = _packed(library, arguments, is_kept)
+    return PackedWeights(packed, *weight.shape, dtype, packing, is_gated)
+
+
+def pack_second(
+    library: CpuLibrary, first: PackedWeights, *, is_kept: bool = False, room: Room | None = None
+) -> PackedWeights:
+    """Pack a quantized matrix as pack() would pack its dequantized numbers, but for signs of zeros.
+
+    is_kept: see pack(). room: the memory to use, if it has enough.
+    """
+    assert first.packing == QUANTIZED, first.packing
+    arguments = PackArguments(
+        source=first.packed.ctypes.data,
+        num_columns=first.num_columns,
+        depth=first.depth,
+        dtype=ELEMENT_NUMBERS[first.dtype],
+        is_gated=first.is_gated,
+        is_packed=True,
+    )
+    packed, packing = _packed(library, arguments, is_kept, room)
+    return PackedWeights(packed, first.num_columns, first.depth, first.dtype, packing, first.is_gated)
+
+
+def _packed(
+    library: CpuLibrary, arguments: PackArguments, is_kept: bool, room: Room | None = None
+) -> tuple[UInt8s, int]:
+    """Return packed weights, and how they are packed."""
+    columns, depth, pointer = arguments.num_columns, arguments.depth, ctypes.POINTER(PackArguments)
+    plan_bytes = library.function("compact_plan_bytes", ctypes.c_int64, result=ctypes.c_int64)
+    plan = np.empty(plan_bytes(columns), np.uint8)
+    arguments.plan = plan.ctypes.data
     num_bytes = 0 if is_kept else library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
     is_compact = num_bytes > 0
     if not is_compact:
         packed_bytes = library.function(
             "packed_bytes", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, result=ctypes.c_int64
         )
-        num_bytes = packed_bytes(*weight.shape, ELEMENT_NUMBERS[dtype])
-    packed = library.memory.allocate(num_bytes)
+        num_bytes = packed_bytes(columns, depth, arguments.dtype)
+    packed = library.memory.allocate(num_bytes, room)
     arguments.packed = packed.ctypes.data
     library.function("compact_pack" if is_compact else "gemm_pack", pointer)(arguments)
-    columns, depth = weight.shape
-    return PackedWeights(packed, columns, depth, dtype, COMPACT if is_compact else WHOLE, is_gated)
+    return packed, COMPACT if is_compact else WHOLE

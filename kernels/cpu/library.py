@@ -3,8 +3,6 @@
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +39,6 @@ class CpuLibrary:
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self.memory = WeightMemory()
-        self.helper: Executor | None = None  # see helped()
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
         if variant == "amx":
@@ -86,16 +83,6 @@ class CpuLibrary:
             leave(0)
 
     @contextlib.contextmanager
-    def helped(self) -> Iterator[None]:
-        """Let `helper` be another thread that packs weights, alone, in this context."""
-        leave = partial(self.function("pool_leave", ctypes.c_int), 1)
-        with ThreadPoolExecutor(1, "packing", initializer=leave) as self.helper:
-            try:
-                yield
-            finally:
-                self.helper = None
-
-    @contextlib.contextmanager
     def lent_core(self) -> Iterator[None]:
         """Leave one core to the calling thread in this context: steps that begin in it have one thread less.
 
@@ -108,6 +95,12 @@ class CpuLibrary:
             yield
         finally:
             lend(0)
+
+    @contextlib.contextmanager
+    def beside_steps(self) -> Iterator[None]:
+        """Let the calling thread pack weights in this context while another thread runs steps."""
+        with self.alone(), self.lent_core():
+            yield
 
     def wake_threads(self) -> None:
         """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long.

@@ -100,8 +100,15 @@ class GemmArguments(CStruct):
         *_fields("dtype y_dtype gate streams packing activation", _INT32),
         *_fields("next quantized", _POINTER),
         ("quantized_stride", _INT64),
-        *_fields("lora constants stored", _POINTER),
+        *_fields("lora constants second", _POINTER),
     )
+
+
+class SecondFormArguments(CStruct):
+    """Weights in another form (gemm.h)."""
+
+    c_name = "SecondForm"
+    _fields_ = (("weights", _POINTER), *_fields("packing reserved", _INT32))
 
 
 class RoutingArguments(CStruct):
@@ -155,7 +162,7 @@ class PackArguments(CStruct):
     _fields_ = (
         *_fields("source packed", _POINTER),
         *_fields("num_columns depth source_stride", _INT64),
-        *_fields("source_dtype dtype is_gated reserved", _INT32),
+        *_fields("source_dtype dtype is_gated is_packed", _INT32),
         ("plan", _POINTER),
     )
 

@@ -24,12 +24,27 @@ _PIECE = 2 << 20
 _ROOM_SHARE = 16
 
 
+class Room:
+    """Memory that arrays take one after the other."""
+
+    def __init__(self, memory: UInt8s | None = None) -> None:
+        self._rest = np.zeros(0, np.uint8) if memory is None else memory
+
+    def take(self, num_bytes: int) -> UInt8s | None:
+        """Return bytes [num_bytes], 64-byte aligned as the first one's are; None: there are not so many."""
+        if num_bytes > len(self._rest):
+            return None
+        taken, end = self._rest[:num_bytes], round_up(num_bytes, ALIGNMENT)
+        self._rest = self._rest[end:]
+        return taken
+
+
 class WeightMemory:
     """Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunk: UInt8s = np.zeros(0, np.uint8)  # the rest of a mapping that arrays share
+        self._chunk = Room()  # the rest of a mapping that arrays share
         self._is_whole = False  # it is for all data that follow, of whatever size
         self._keeps = False
         self._kept: list[mmap.mmap] = []  # of data that is gone
@@ -52,14 +67,16 @@ class WeightMemory:
                 self._kept, self._brief, self._ahead = [], [], None
 
     @contextlib.contextmanager
-    def together(self, num_bytes: int) -> Iterator[None]:
+    def together(self, num_bytes: int) -> Iterator[Room]:
         """Put the data that are made in this context into one mapping, so that later weights find it as a whole.
 
-        num_bytes: about so many. Their pages are taken by another thread, ahead of the one that packs.
+        num_bytes: about so many. Their pages are taken by another thread, ahead of the one that packs. Yield the
+        mapping's room, for data of these weights that are made later; see allocate().
         """
         with self._lock:
             self._end_chunk()
-            self._chunk, self._is_whole = self._next_mapping(num_bytes), True
+            room = Room(self._next_mapping(num_bytes))
+            self._chunk, self._is_whole = room, True
         is_over = threading.Event()
 
         def take() -> None:
@@ -69,7 +86,7 @@ class WeightMemory:
         thread = threading.Thread(target=take, name="weights-memory", daemon=True)
         thread.start()
         try:
-            yield
+            yield room
         finally:
             is_over.set()
             thread.join()
@@ -106,20 +123,21 @@ class WeightMemory:
             self._ahead, self._num_taken = self._map(num_bytes, self._kept), 0
         return self._ahead
 
-    def allocate(self, num_bytes: int) -> UInt8s:
+    def allocate(self, num_bytes: int, room: Room | None = None) -> UInt8s:
         """Return bytes [num_bytes] uint8 of any content, 64-byte aligned, for data that is read repeatedly.
 
         They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
-        mapping, which is released with the last of them. Several threads may pack weights.
+        mapping, which is released with the last of them. Several threads may pack weights. room: used if it has enough.
         """
+        is_small = num_bytes < _OWN_BYTES
         with self._lock:
-            if num_bytes > len(self._chunk) or (num_bytes >= _OWN_BYTES and not self._is_whole):
-                if num_bytes >= _OWN_BYTES:
-                    return self._map(num_bytes, self._kept)[:num_bytes]
-                self._chunk, self._is_whole = self._map(_CHUNK_BYTES, self._kept), False
-            taken, end = self._chunk[:num_bytes], round_up(num_bytes, ALIGNMENT)
-            self._chunk = self._chunk[end:]
-            return taken
+            taken = None if room is None else room.take(num_bytes)
+            if taken is None and (is_small or self._is_whole):
+                taken = self._chunk.take(num_bytes)
+            if taken is None and is_small:
+                self._chunk, self._is_whole = Room(self._map(_CHUNK_BYTES, self._kept)), False
+                taken = self._chunk.take(num_bytes)
+            return self._map(num_bytes, self._kept)[:num_bytes] if taken is None else taken
 
     def brief(self, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
         """Return an uninitialised array for numbers that are packed soon: in kept memory, if memory is kept."""
@@ -133,7 +151,7 @@ class WeightMemory:
 
     def _end_chunk(self) -> None:
         """Begin no more arrays in the present mapping: the next weights would hold that of these."""
-        self._chunk, self._is_whole = np.zeros(0, np.uint8), False
+        self._chunk, self._is_whole = Room(), False
 
     def _map(self, num_bytes: int, kept: list[mmap.mmap]) -> UInt8s:
         """Return a mapping of at least so many bytes: the smallest such in the list, or a new one."""

@@ -8,25 +8,26 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 
-from core.executors.load import load, load_new_weights
+from core.executors.local import LocalExecutor
 from core.model_files import loading
 from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
 from ipc.errors import CallFailedError, EngineDeadError, InvalidRequestError, ModelFileError
-from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
+from kernels.cpu.library import CpuLibrary
 from tests.captures import error, replay
 from tests.core.draft_heads import LLAMA, MIMO, model_shapes, random_weights, write
+from tests.resolved import resolved_config
 from tools.cli import main
 
 MODEL = {**LLAMA, "num_hidden_layers": 2}
@@ -320,14 +321,13 @@ def test_a_capture_replays_with_its_weights_and_is_refused_without(
 
 def test_steps_leave_a_core_to_an_update(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step has one thread less while tensors are read, and the one after the update has all again."""
-    config = EngineConfig(model=str(site.folders[0]), dtype="float32", threads=2)
-    loaded = load(config, lambda path, mmproj: np.dtype(np.float32))
-    assert isinstance(loaded.model, Llama)
-    library, seen = loaded.model.library, list[int]()
-    assert library is not None
+    options = {"executor": "local", "dtype": "float32", "threads": 2, "max_num_seqs": 2, "block_size": 8}
+    config = resolved_config(16, 64, model=str(site.folders[0]), **options)
+    executor = LocalExecutor(config)
+    executor.initialize_cache(config)
+    library, seen = cast(CpuLibrary, cast(Llama, executor.runner.model).library), list[int]()
 
     def step() -> None:
-        assert library is not None
         library.wake_threads()
         seen.append(library.function("pool_num_threads", result=ctypes.c_int)())
 
@@ -343,7 +343,7 @@ def test_steps_leave_a_core_to_an_update(site: Site, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loading, "load_weights", next_to_a_step)
     monkeypatch.setattr(library.memory, "keep", kept.append)
     step()
-    load_new_weights(site.folders[1], loaded, config, loaded.source)
+    executor.prepare_weights(str(site.folders[1]), 1)
     step()
     library.stop_threads()
     assert seen == [2, 1, 2]

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from core.models.operations.cpu_head_place import CpuHeadPlace
 from core.models.operations.cpu_latent import CpuLatentAttend
 from core.models.operations.cpu_streams import CpuStreams
 from core.models.operations.latent_weights import LatentWeights
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.tensor import Operation
 from core.models.operations.token_adapters import TokenAdapters
@@ -28,7 +30,7 @@ from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.elementwise import cap_logits, open_gates
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts, ExpertProducts
-from kernels.cpu.gemm import PackedMatrix, pack
+from kernels.cpu.gemm import PackedMatrix, SecondForm, pack, pack_second
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ARITHMETIC, ELEMENT_NUMBERS, CpuLibrary
@@ -105,7 +107,7 @@ class CpuOperations:
     """Operations with the C kernels, at numerics level L2. The methods are documented at Operations.
 
     shares_blocks: see AttentionPlan; no bit depends on it. take_packed: returns packed bytes by name, and makes those
-    that it does not have (core/model_files/weight_cache.py).
+    that it does not have (core/model_files/weight_cache.py). second_forms: those to pack later; None = at once.
     """
 
     is_exact = True
@@ -120,6 +122,7 @@ class CpuOperations:
         cache_type: type[CpuKVCache] = CpuKVCache,
         shares_blocks: bool = True,
         take_packed: TakePacked | None = None,
+        second_forms: SecondForms | None = None,
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
         self._cache_type, self.shares_blocks, self._take_packed = cache_type, shares_blocks, take_packed
@@ -130,7 +133,13 @@ class CpuOperations:
         self._cached = cached_layers(config)  # the layers with K and V
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
-        self.num_packed_bytes = 0  # of all matrices that it has made, but for routers
+        self.second_forms, self._num_packed_bytes = second_forms, 0
+
+    @property
+    def num_packed_bytes(self) -> int:
+        """Return the bytes of all matrices that it has made, but for routers. What comes later is estimated."""
+        own, later = self._num_packed_bytes, self.second_forms
+        return own if later is None else later.total_bytes(own)
 
     @property
     def variant(self) -> str:
@@ -230,13 +239,9 @@ class CpuOperations:
         constants: Floats | None = None,
     ) -> PackedMatrix:
         """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
-        is_gated, has_both = gate is not None, self.form is WeightForm.BOTH
-        packed, stored = (
-            self._pack_both(weight, is_gated) if has_both else (self._pack(weight, is_gated=is_gated), None)
-        )
-        self.num_packed_bytes += sum(
-            round_up(one.packed.nbytes, ALIGNMENT) for one in (packed, stored) if one is not None
-        )
+        has_both = self.form is WeightForm.BOTH
+        packed = self._pack(weight, WeightForm.STORED if has_both else self.form, is_gated=gate is not None)
+        self._count(packed)
         return PackedMatrix(
             self.library,
             packed,
@@ -246,26 +251,32 @@ class CpuOperations:
             gate=gate,
             activation=activation,
             constants=constants,
-            stored=stored,
+            second=self._second_form(weight, packed) if has_both and packed.packing == QUANTIZED else None,
         )
 
-    def _pack_both(self, weight: StoredMatrix, is_gated: bool) -> tuple[PackedWeights, PackedWeights | None]:
-        """Pack the weight as the model's dtype, and also as stored if that is quantized. See CpuLibrary.helped()."""
-        helper, is_plain = self.library.helper, any(part.type_name in PLAIN_TYPES for part in weight.parts)
-        if helper is not None and self._dtype == BFLOAT16 and not is_plain:
-            other = helper.submit(weight.quantized, self.library, is_gated=is_gated)
-            return self._pack(weight, WeightForm.DENSE, is_gated=is_gated), other.result()
-        stored = self._pack(weight, WeightForm.STORED, is_gated=is_gated)
-        if stored.packing != QUANTIZED:
-            return stored, None
-        return self._pack(weight, WeightForm.DENSE, is_gated=is_gated), stored
+    def _second_form(self, weight: StoredMatrix, first: PackedWeights) -> SecondForm:
+        """Return the dequantized form of a quantized matrix, or where it will be."""
+        make = partial(pack_second, self.library, first, is_kept=self._is_kept)
+        if self.second_forms is not None:
+            return self.second_forms.add(make)
+        packed = self._take_or_make(weight, WeightForm.DENSE, make, is_gated=first.is_gated)
+        self._count(packed)
+        return SecondForm(packed)
 
-    def _pack(self, weight: StoredMatrix, form: WeightForm | None = None, *, is_gated: bool = False) -> PackedWeights:
-        """Take the packed weight from the cache, or pack it. form: None = the model's."""
-        form = form or self.form
+    def _count(self, packed: PackedWeights) -> None:
+        self._num_packed_bytes += round_up(packed.packed.nbytes, ALIGNMENT)
 
+    def _pack(self, weight: StoredMatrix, form: WeightForm, *, is_gated: bool = False) -> PackedWeights:
+        """Take the packed weight from the cache, or pack it."""
+        return self._take_or_make(
+            weight, form, lambda: self._pack_now(weight, form, is_gated=is_gated), is_gated=is_gated
+        )
+
+    def _take_or_make(
+        self, weight: StoredMatrix, form: WeightForm, make_packed: Callable[[], PackedWeights], *, is_gated: bool
+    ) -> PackedWeights:
         def make() -> tuple[UInt8s, tuple[int, ...]]:
-            packed = self._pack_now(weight, form, is_gated=is_gated)
+            packed = make_packed()
             return packed.packed, (ELEMENT_NUMBERS[packed.dtype], packed.packing, int(packed.has_whole_panels))
 
         name = f"{form.name} gated={is_gated} kept={self._is_kept}"
@@ -403,7 +414,8 @@ class CpuOperations:
 
     def of_head(self, config: ModelConfig) -> "tuple[CpuOperations, CpuHeadPlace]":
         """Return operations like these for a head whose layer is that of this config, and where it computes."""
-        own = CpuOperations(config, self._dtype, self.library, self.form, shares_blocks=self.shares_blocks)
+        options = {"shares_blocks": self.shares_blocks, "second_forms": self.second_forms}
+        own = CpuOperations(config, self._dtype, self.library, self.form, **options)
         return own, CpuHeadPlace(self._dtype, own.allocate_cache)
 
     def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.operations.cpu_operations import CpuOperations, TakePacked
 from core.models.operations.latent_weights import LatentWeights
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.stored_matrix import StoredMatrix
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.token_adapters import TokenAdapters
@@ -346,10 +347,11 @@ def choose_operations(
     *,
     shares_blocks: bool = True,
     take_packed: TakePacked | None = None,
+    second_forms: SecondForms | None = None,
 ) -> Operations:
     """Return the C kernels' operations. Without a library, or at numerics level L0, return torch's, which dequantize.
 
-    cache_type: of the C kernels' KV cache. shares_blocks, take_packed: see CpuOperations.
+    cache_type: of the C kernels' KV cache. shares_blocks, take_packed, second_forms: see CpuOperations.
     """
     if library is None or numerics == "L0":
         # Imported here: only this path needs torch.
@@ -357,5 +359,12 @@ def choose_operations(
 
         return TorchOperations(config, dtype)
     return CpuOperations(
-        config, dtype, library, form, cache_type=cache_type, shares_blocks=shares_blocks, take_packed=take_packed
+        config,
+        dtype,
+        library,
+        form,
+        cache_type=cache_type,
+        shares_blocks=shares_blocks,
+        take_packed=take_packed,
+        second_forms=second_forms,
     )

@@ -12,6 +12,7 @@ from ipc.errors import ModelFileError
 from ipc.wire.messages import CallDone, CallFailed, ErrorCode
 from ipc.wire.weights_messages import Sleep, UpdateMode, UpdateWeights, WakeUp, WeightsMark
 from tests.core.running_engine import CONFIG, Running, limits, owner
+from tests.placed import PREFIX
 
 
 class Reader:
@@ -24,6 +25,8 @@ class Reader:
         self.may_read = threading.Event()
         self.num_pieces, self.num_looks = num_pieces, 0
         self.has_looked = threading.Event()
+        self.num_forms = 0  # that are to be packed
+        self.order = list[str]()
 
     @property
     def expects_weights(self) -> bool:
@@ -33,8 +36,18 @@ class Reader:
         assert threading.current_thread().name == "weights"
         self.num_looks += 1
         self.has_looked.set()
+        self._use("memory", self.num_pieces)
         self.num_pieces -= self.num_pieces > 0
         return self.num_pieces > 0
+
+    def pack_second_form(self) -> bool:
+        assert threading.current_thread().name == "weights"
+        self._use("form", self.num_forms)
+        self.num_forms -= self.num_forms > 0
+        return self.num_forms > 0
+
+    def _use(self, what: str, count: int) -> None:
+        self.order += [what] * (count > 0)
 
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
         assert self.may_read.wait(10)
@@ -52,6 +65,11 @@ class Reader:
 
     def sleep(self, level: int) -> None:
         raise AssertionError("the engine does that")
+
+
+@pytest.fixture(autouse=True)
+def without_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{PREFIX}core.border.weight_calls._REST_S", 0.0)
 
 
 @pytest.fixture(name="reader")
@@ -142,6 +160,60 @@ def test_memory_is_taken_while_no_call_waits(calls: WeightCalls, reader: Reader)
         assert reader.has_looked.wait(10)
     assert calls.begin(7, UpdateWeights(2, "two")) is None
     assert isinstance(done(calls)[0][1], NewWeights)
+
+
+def test_forms_are_packed_after_memory_is_taken(calls: WeightCalls, reader: Reader) -> None:
+    """A call that comes before they are all packed does not wait for them."""
+    reader.may_read.set()
+    assert calls.begin(7, UpdateWeights(1, "one")) is None
+    ((_, new),) = done(calls)
+    assert isinstance(new, NewWeights)
+    reader.num_pieces, reader.num_forms = 2, 3
+    calls.end(new.mark)
+    while reader.num_forms:
+        assert reader.has_looked.wait(10)
+    assert reader.order == ["memory"] * 2 + ["form"] * 3
+    reader.num_forms = 1 << 30
+    calls.note_done()
+    assert calls.begin(7, UpdateWeights(2, "two")) is None
+    assert isinstance(done(calls)[0][1], NewWeights)
+    assert reader.num_forms
+
+
+def test_a_call_does_not_wait_for_the_rest_after_an_update(
+    calls: WeightCalls, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{PREFIX}core.border.weight_calls._REST_S", 1000.0)
+    reader.may_read.set()
+    for number in (1, 2):
+        assert calls.begin(7, UpdateWeights(number, "one")) is None
+        ((_, new),) = done(calls)
+        assert isinstance(new, NewWeights)
+        num_looks = reader.num_looks
+        calls.end(new.mark)
+    assert reader.num_looks == num_looks
+
+
+def test_forms_that_cannot_be_packed_end_no_call(
+    calls: WeightCalls, reader: Reader, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
+) -> None:
+    has_failed = threading.Event()
+
+    def fail() -> bool:
+        has_failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(reader, "pack_second_form", fail)
+    reader.may_read.set()
+    for number in (1, 2):
+        assert calls.begin(7, UpdateWeights(number, "one")) is None
+        ((_, new),) = done(calls)
+        assert isinstance(new, NewWeights)
+        has_failed.clear()
+        calls.end(new.mark)
+        assert has_failed.wait(10)
+    calls.close()
+    assert "matrices stay in one form, which is slower: MemoryError" in logged()
 
 
 @pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])

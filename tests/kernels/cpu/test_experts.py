@@ -9,7 +9,7 @@ import pytest
 from ipc.tables.arrays import Floats
 from kernels.cpu.decoder_parts import DenseParts
 from kernels.cpu.experts import CpuExperts
-from kernels.cpu.gemm import PackedMatrix, pack
+from kernels.cpu.gemm import PackedMatrix, SecondForm, pack
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
@@ -94,7 +94,7 @@ class TwoForms(Weights):
         if not self.has_zeros:
             return PackedMatrix(library, stored, **options)
         zeros = pack(library, np.zeros_like(weight), is_gated="gate" in options)
-        return PackedMatrix(library, zeros, stored=stored, **options)
+        return PackedMatrix(library, stored, second=SecondForm(zeros), **options)
 
 
 def rows_of(count: int, dtype: Dtype) -> Numbers:

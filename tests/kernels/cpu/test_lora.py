@@ -9,7 +9,7 @@ import pytest
 
 from kernels.arrays import Floats
 from kernels.cpu.build import runnable_variants
-from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.gemm import PackedMatrix, SecondForm, pack_second
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.quantized import quantize
@@ -122,7 +122,7 @@ def test_a_product_of_few_rows_as_stored_has_the_same_sums(variant: CpuLibrary) 
     assert stored is not None
     parts = CpuAdapter([shape], [parts_of(shape, BFLOAT16, 9, [8, 4])], BFLOAT16)
     whole = PackedMatrix(variant, dense(rows), gate="silu", is_kept=True)
-    both = PackedMatrix(variant, dense(rows), gate="silu", is_kept=True, stored=stored)
+    both = PackedMatrix(variant, stored, gate="silu", second=SecondForm(pack_second(variant, stored)))
     for count in (1, 4, 5):
         x, lora = numbers(count, 64, dtype=BFLOAT16), LoraRows(np.full(count, parts.address), parts.width)
         assert (

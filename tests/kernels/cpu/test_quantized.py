@@ -7,7 +7,7 @@ import pytest
 
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.gemm import PackedMatrix, pack
+from kernels.cpu.gemm import PackedMatrix, SecondForm, pack, pack_second
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED
 from kernels.cpu.quantized import BlockRows, bits_in_memory, quantize
@@ -79,16 +79,36 @@ def test_products_have_the_bits_of_the_dequantized_matrix(variant: CpuLibrary, n
 
 
 def test_products_of_few_rows_read_the_stored_form_if_there_are_two(variant: CpuLibrary) -> None:
-    """The two forms have other numbers here, which tells them apart."""
+    """The two forms have other numbers here, which tells them apart. The second one may come later."""
     part = ordinary("Q4_0", 100)
     stored, zeros = quantize(variant, [part]), np.zeros((100, DEPTH), np.float32).astype(BFLOAT16)
-    both = PackedMatrix(variant, pack(variant, zeros), stored=stored)
     assert stored is not None
-    alone = PackedMatrix(variant, stored)
-    for count in (1, 2, 3, 4):
+    second = SecondForm()
+    alone, both = PackedMatrix(variant, stored), PackedMatrix(variant, stored, second=second)
+    for count in (1, 4, 5, 300):
         assert both(numbers(count)).tobytes() == alone(numbers(count)).tobytes() != bytes(count * 200)
+    second.use(pack(variant, zeros))
+    for count in (1, 2, 3, 4):
+        assert both(numbers(count)).tobytes() == alone(numbers(count)).tobytes()
     for count in (5, 8, 300):
         assert not both(numbers(count)).any()
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("name", TYPES)
+def test_a_second_form_is_that_of_the_dequantized_matrix(variant: CpuLibrary, name: str, is_kept: bool) -> None:
+    """Its columns are gates and up, and a last panel lacks some. Signs of zeros may differ, and so what is compact."""
+    part = ordinary(name, 108)
+    stored = quantize(variant, [part], is_gated=True)
+    assert stored is not None
+    second, whole = pack_second(variant, stored, is_kept=is_kept), dense([part])
+    expected = pack(variant, whole, is_gated=True, is_kept=is_kept)
+    if whole.astype(np.float32).all():
+        assert second[1:] == expected[1:]
+        assert np.array_equal(second.packed, expected.packed)
+    for count in (5, 40):
+        found, wanted = (PackedMatrix(variant, one, gate="silu")(numbers(count)) for one in (second, expected))
+        assert found.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("depth", [32, 96, 288])

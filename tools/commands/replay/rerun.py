@@ -301,6 +301,10 @@ class LostSteps:
         """Take no memory."""
         return False
 
+    def pack_second_form(self) -> bool:
+        """Pack nothing: no bit depends on it."""
+        return False
+
     @property
     def why_fixed(self) -> str:
         """Return why the weights cannot change; see UpdatesWeights."""

@@ -92,11 +92,14 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
     FIELD(y_stride) FIELD(dtype) FIELD(y_dtype) FIELD(gate) FIELD(streams) FIELD(packing) FIELD(activation) FIELD(next)
-    FIELD(quantized) FIELD(quantized_stride) FIELD(lora) FIELD(constants) FIELD(stored)
+    FIELD(quantized) FIELD(quantized_stride) FIELD(lora) FIELD(constants) FIELD(second)
+#undef STRUCT
+#define STRUCT SecondForm
+    WHOLE FIELD(weights) FIELD(packing) FIELD(reserved)
 #undef STRUCT
 #define STRUCT GemmPack
     WHOLE FIELD(source) FIELD(packed) FIELD(num_columns) FIELD(depth) FIELD(source_stride) FIELD(source_dtype)
-    FIELD(dtype) FIELD(is_gated) FIELD(reserved) FIELD(plan)
+    FIELD(dtype) FIELD(is_gated) FIELD(is_packed) FIELD(plan)
 #undef STRUCT
 #define STRUCT QuantizedPart
     WHOLE FIELD(rows) FIELD(num_rows) FIELD(row_bytes) FIELD(type) FIELD(reserved)

@@ -318,18 +318,21 @@ static void multiply_pieces(const Gemm *args, int owner, int num_threads, const 
 
 int64_t gemm_piece(const Gemm *args) { return gemm_has_amx(args->dtype) ? gemm_amx_piece(args, PIECE) : PIECE; }
 
-/* Return a product with the weights as stored. */
-static Gemm as_stored(const Gemm *args) {
+/* Whether a product of num_rows rows has the weights in their second form. */
+static int uses_second(const Gemm *args, int64_t num_rows) {
+    return args->second && args->second->weights && num_rows > STORED_ROWS;
+}
+
+/* Return a product with the weights in their second form. */
+static Gemm with_second(const Gemm *args) {
     Gemm product = *args;
-    product.weights = args->stored, product.packing = QUANTIZED_WEIGHTS, product.stored = NULL;
+    product.weights = args->second->weights, product.packing = args->second->packing, product.second = NULL;
     return product;
 }
 
-static int uses_stored(const Gemm *args) { return args->stored && args->num_rows <= STORED_ROWS; }
-
 void gemm_panels(const Gemm *args, int64_t first, int64_t last) {
-    if (uses_stored(args)) {
-        const Gemm product = as_stored(args);
+    if (uses_second(args, args->num_rows)) {
+        const Gemm product = with_second(args);
         gemm_panels(&product, first, last);
         return;
     }
@@ -344,8 +347,8 @@ int gemm_splits_rows(int64_t num_rows, int num_threads, int32_t dtype) {
 }
 
 void gemm_part(const Gemm *args, int thread, int num_threads) {
-    if (uses_stored(args)) {
-        const Gemm product = as_stored(args);
+    if (uses_second(args, args->num_rows)) {
+        const Gemm product = with_second(args);
         gemm_part(&product, thread, num_threads);
         return;
     }
@@ -354,14 +357,15 @@ void gemm_part(const Gemm *args, int thread, int num_threads) {
         return;
     }
     const int64_t num_rows = args->num_rows;
-    const Gemm *next = args->next ? args->next : args;
+    Gemm next = args->next ? *args->next : *args;
+    if (uses_second(&next, num_rows)) next = with_second(&next);
     if (gemm_splits_rows(num_rows, num_threads, args->dtype)) {
         const int64_t begin = num_rows * thread / num_threads, end = num_rows * (thread + 1) / num_threads;
-        multiply(args, begin, end, 0, num_panels(args), next->weights);
+        multiply(args, begin, end, 0, num_panels(args), next.weights);
         return;
     }
-    const int64_t panel = first_panel(next, thread, num_threads);
-    const char *weights = weights_of_panel(next, panel);
+    const int64_t panel = first_panel(&next, thread, num_threads);
+    const char *weights = weights_of_panel(&next, panel);
     for (int i = 0; i < num_threads; i++) /* first the thread's own panels, then what is left of the others' */
         multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }

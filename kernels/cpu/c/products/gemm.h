@@ -31,6 +31,13 @@ enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2, INT8_WEIGH
  * time than reading the others. */
 enum { STORED_ROWS = 4 };
 
+/* The same weights as quantized ones, in a form for more than STORED_ROWS rows. Between two products it may appear. */
+typedef struct {
+    const void *weights; /* packed, 64-byte aligned; NULL: they are not there yet */
+    int32_t packing;     /* WHOLE_WEIGHTS or COMPACT_WEIGHTS */
+    int32_t reserved;
+} SecondForm;
+
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
@@ -48,17 +55,17 @@ typedef struct Gemm {
     int64_t quantized_stride; /* blocks from row to row, at least depth / GROUP */
     const struct Lora *lora; /* what adapters add to rows before they are stored (lora.h); or NULL */
     const float *constants;  /* of the activation, for those that have any (gate.h); or NULL */
-    const void *stored;      /* the same weights as QUANTIZED_WEIGHTS, for at most STORED_ROWS rows; or NULL */
+    const SecondForm *second; /* of QUANTIZED_WEIGHTS; or NULL */
 } Gemm;
 
 typedef struct {
-    const void *source; /* [num_columns, depth] of source_dtype, rows source_stride elements apart */
+    const void *source; /* [num_columns, depth] of source_dtype, rows source_stride elements apart; or packed */
     void *packed;       /* packed_bytes(num_columns, depth, dtype) bytes, 64-byte aligned */
     int64_t num_columns, depth, source_stride;
     int32_t source_dtype; /* BFLOAT16, FLOAT16 or FLOAT32 */
     int32_t dtype;        /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t is_gated;     /* whether its halves are gates and up */
-    int32_t reserved;
+    int32_t is_packed;    /* whether the source is packed as QUANTIZED_WEIGHTS; then dtype is BFLOAT16 */
     void *plan; /* memory for compact_bytes() (compact.h) */
 } GemmPack;
 

@@ -1,4 +1,5 @@
 #include "products/gemm.h"
+#include "products/quantized.h"
 #include "threads/pool.h"
 #include "math/vector_math.h"
 
@@ -79,7 +80,30 @@ INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64
             to[column] = step_at(rows[column], step, args->depth, source_dtype, dtype);
 }
 
+/* Write steps of a quantized panel. The first one begins a group, and the last one ends one. */
+static void pack_quantized_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, uint32_t *to) {
+    const QuantizedPanel *entry = quantized_panel(args->source, panel);
+    const char *from = (const char *)args->source + entry->offset;
+    enum { STEPS = GROUP / 2 };
+    if (BY_PAIRS) {
+        quantized_unpack(from, entry->type, first / STEPS, last / STEPS, to);
+        return;
+    }
+    for (int64_t step = first; step < last; step += STEPS, to += STEPS * PANEL_COLUMNS) {
+        _Alignas(64) uint32_t floats[GROUP * PANEL_COLUMNS];
+        quantized_unpack(from, entry->type, step / STEPS, step / STEPS + 1, floats);
+        for (int64_t i = 0; i < STEPS * PANEL_COLUMNS; i++) {
+            const uint32_t *low = floats + i / PANEL_COLUMNS * 2 * PANEL_COLUMNS + i % PANEL_COLUMNS;
+            to[i] = low[0] >> 16 | (low[PANEL_COLUMNS] & 0xffff0000);
+        }
+    }
+}
+
 void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
+    if (args->is_packed) {
+        pack_quantized_steps(args, panel, first, last, to);
+        return;
+    }
     const int source_dtype = args->source_dtype, dtype = args->dtype;
     if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* the usual cases, compiled for constants */
         pack_steps(args, panel, first, last, to, BFLOAT16, BFLOAT16);
@@ -90,7 +114,7 @@ void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t
 }
 
 void gemm_copy_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
-    if (args->source_dtype != args->dtype || last * 4 > args->depth * element_bytes(args->dtype)) {
+    if (args->is_packed || args->source_dtype != args->dtype || last * 4 > args->depth * element_bytes(args->dtype)) {
         gemm_pack_steps(args, panel, first, last, to);
         return;
     }

@@ -89,10 +89,10 @@ INLINE uint32_t even_bytes(uint64_t bytes) {
     return (uint32_t)(bytes | bytes >> 16);
 }
 
-/* Return the bits of two steps' codes from bit `from` on, as a plane of `bits` bits has them. */
-INLINE uint32_t plane_of(uint32_t even, uint32_t odd, int from, int bits, int step) {
-    const uint32_t mask = ((1u << bits) - 1) * 0x01010101;
-    return (even >> from & mask) << (step * bits) | (odd >> from & mask) << ((step + 1) * bits);
+/* Return the bits of two steps' codes, eight neighbours, from bit `from` on, as a plane of `bits` bits has them. */
+INLINE uint32_t plane_of(uint64_t eight, int from, int bits, int step) {
+    const uint64_t mask = ((1u << bits) - 1) * 0x0101010101010101, some = eight >> from & mask;
+    return even_bytes(some | some >> (8 - bits)) << (step * bits); /* those at odd places go above those at even ones */
 }
 
 /* Write the column's codes of a group. Of each eight neighbours those at even places are one step, those at odd places
@@ -104,15 +104,14 @@ INLINE void write_codes(const uint8_t codes[GROUP], const int32_t type, int colu
     for (int r = 0; r < GROUP / 8; r++) {
         uint64_t eight;
         memcpy(&eight, codes + r * 8, sizeof eight);
-        const uint32_t even = even_bytes(eight), odd = even_bytes(eight >> 8);
         if (planes == BYTES) {
-            words[2 * r * PANEL_COLUMNS] = even;
-            words[(2 * r + 1) * PANEL_COLUMNS] = odd;
+            words[2 * r * PANEL_COLUMNS] = even_bytes(eight);
+            words[(2 * r + 1) * PANEL_COLUMNS] = even_bytes(eight >> 8);
             continue;
         }
-        if (planes & FOURS) words[r * PANEL_COLUMNS] = plane_of(even, odd, 0, 4, 0);
-        if (planes & TWOS) twos[r / 2] |= plane_of(even, odd, above, 2, 2 * r % 4);
-        if (planes & ONES) ones |= plane_of(even, odd, above + (planes & TWOS ? 2 : 0), 1, 2 * r);
+        if (planes & FOURS) words[r * PANEL_COLUMNS] = plane_of(eight, 0, 4, 0);
+        if (planes & TWOS) twos[r / 2] |= plane_of(eight, above, 2, 2 * r % 4);
+        if (planes & ONES) ones |= plane_of(eight, above + (planes & TWOS ? 2 : 0), 1, 2 * r);
     }
     for (int row = 0; row < 2 && planes & TWOS; row++)
         words[(first_row_of(planes, TWOS) + row) * PANEL_COLUMNS] = twos[row];

@@ -1,7 +1,5 @@
 """The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,17 +11,19 @@ from core.executors.local import usual_dtype
 from core.model_files.loading import load_model
 from core.model_files.model_config import read_model_config
 from core.models.llama import Llama
-from core.models.operations import cpu_operations
 from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.second_forms import SecondForms
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.weight_form import WeightForm, best_form
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from kernels.arrays import UInt8s
-from kernels.cpu.gemm import PackedMatrix, pack
+from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import load_cpu_library
-from kernels.cpu.packed_weights import QUANTIZED
+from kernels.cpu.packed_weights import QUANTIZED, WHOLE, PackedWeights
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.memory import weight_memory
+from kernels.memory.weight_memory import Room, WeightMemory
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
 from tests.core.runner.test_invariance_quantized import quantized_weights
@@ -97,6 +97,10 @@ def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
             usual_dtype(tmp_path, "mmproj.gguf")
 
 
+def has_second(product: PackedMatrix) -> bool:
+    return product.second is not None and bool(product.second.arguments.weights)
+
+
 @pytest.mark.parametrize("kind", ["plain", "experts", "latent attention"])
 def test_dequantized_at_load_the_bits_are_those_as_stored(kind: str) -> None:
     library = load_cpu_library()
@@ -105,77 +109,116 @@ def test_dequantized_at_load_the_bits_are_those_as_stored(kind: str) -> None:
         for form in (WeightForm.STORED, WeightForm.DENSE, WeightForm.BOTH)
     }
     outs = [cast(PackedMatrix, model.layers[0].products["o"]) for model in forms.values()]
-    assert [out.packing == QUANTIZED for out in outs] == [True, False, False]
-    assert [bool(out.arguments.stored) for out in outs] == [False, False, True]
+    assert [out.packing == QUANTIZED for out in outs] == [True, False, True]
+    assert [has_second(out) for out in outs] == [False, False, True]
     expected = forms.pop(WeightForm.STORED)
     for model in forms.values():
         assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
         assert model.variant == expected.variant
 
 
-def test_two_threads_pack_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an update, another thread packs the form as stored. What is not quantized has one form, and is packed once."""
-    library, names = load_cpu_library(), set[str]()
+@pytest.mark.parametrize("kind", ["plain", "experts", "latent attention"])
+def test_forms_that_come_later_change_no_bit(kind: str) -> None:
+    """Steps have the same bits before they are packed, before they are taken up, and afterwards."""
+    library = load_cpu_library()
 
-    def named(what: str, make: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            names.add(f"{what} in {threading.current_thread().name}")
-            return make(*given, **options)
+    def made(later: SecondForms | None) -> Llama:
+        weights, options = quantized_weights(kind), {"library": library, "form": WeightForm.BOTH}
+        return Llama(KINDS[kind], weights.items(), BFLOAT16, second_forms=later, **cast(Any, options))
 
-        return call
+    library.memory.keep(True)
+    expected = made(None)
+    size = cast(CpuOperations, expected.operations).num_packed_bytes
+    with library.memory.together(size) as room:
+        later = SecondForms(room, size)
+        model = made(later)
+    own, out = cast(CpuOperations, model.operations), cast(PackedMatrix, model.layers[0].products["o"])
+    bits, num_forms = run(expected, PROMPT), 1
+    assert difference(run(model, PROMPT), bits) == ""
+    assert own.num_packed_bytes == size, "an estimate"
+    while later.pack_next():
+        later.take_up()
+        num_forms += 1
+    assert num_forms >= 4
+    assert not has_second(out)
+    assert own.num_packed_bytes == size
+    assert difference(run(model, PROMPT), bits) == ""
+    later.take_up()
+    assert has_second(out)
+    assert difference(run(model, PROMPT), bits) == ""
+    assert not later.pack_next()
+    library.memory.keep(False)
 
-    monkeypatch.setattr(StoredMatrix, "quantized", named("as stored", StoredMatrix.quantized))
-    monkeypatch.setattr(cpu_operations, "pack", named("dense", pack))
 
-    def made(weights: dict[str, Any]) -> Llama:
-        names.clear()
-        return Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
+def test_forms_that_are_dropped_leave_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that happens while one is packed."""
+    memory = WeightMemory()
+    memory.keep(True)
+    with memory.together(1 << 20) as room:
+        later = SecondForms(room, 1 << 20)
+    del room
 
-    quantized, plain = quantized_weights("plain"), random_weights(KINDS["plain"], BFLOAT16)
-    alone = [made(quantized), made(plain)]
-    with library.helped():
-        helped = [made(quantized)]
-        assert {"as stored in packing_0", "dense in MainThread"} <= names
-        assert "as stored in MainThread" not in names
-        helped.append(made(plain))
-        assert names == {"as stored in MainThread", "dense in MainThread"}
-    assert library.helper is None
-    for model, expected in zip(helped, alone, strict=True):
-        assert difference(run(model, PROMPT), run(expected, PROMPT)) == ""
-        own, theirs = (cast(CpuOperations, one.operations) for one in (model, expected))
-        assert own.num_packed_bytes == theirs.num_packed_bytes > 0
+    def pack(*, room: Room | None) -> PackedWeights:
+        packed = PackedWeights(memory.allocate(64, room), 1, 1, BFLOAT16, WHOLE)
+        later.drop()
+        return packed
+
+    forms = [later.add(pack) for _ in range(3)]
+    mappings = list[int]()
+    monkeypatch.setattr(weight_memory.mmap, "mmap", lambda _, size, **options: mappings.append(size))
+    assert not later.pack_next()
+    assert not later.pack_next()
+    later.take_up()
+    assert not any(form.arguments.weights for form in forms)
+    with memory.together(1 << 20):
+        assert not mappings, "it is that of the forms"
+
+
+def test_what_cannot_be_packed_leaves_one_form() -> None:
+    later, zeros = SecondForms(), np.zeros(64, np.uint8)
+
+    def pack(*, room: Room | None) -> PackedWeights:
+        if len(packed) == 1:
+            raise MemoryError
+        packed.append(PackedWeights(zeros, 1, 1, BFLOAT16, WHOLE))
+        return packed[0]
+
+    packed = list[PackedWeights]()
+    forms = [later.add(pack) for _ in range(3)]
+    assert later.pack_next()
+    with pytest.raises(MemoryError):
+        later.pack_next()
+    assert not later.pack_next()
+    later.take_up()
+    assert [bool(form.arguments.weights) for form in forms] == [True, False, False]
 
 
 def test_a_matrix_that_cannot_stay_as_stored_takes_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Next to another thread too: what one of them packs for nothing would stay as long as the weights."""
+    """What is packed for nothing would stay as long as the weights."""
     library, sizes = load_cpu_library(), list[int]()
     allocate = library.memory.allocate
 
-    def counted(num_bytes: int) -> UInt8s:
+    def counted(num_bytes: int, room: Room | None = None) -> UInt8s:
         sizes.append(num_bytes)
-        return allocate(num_bytes)
+        return allocate(num_bytes, room)
 
     monkeypatch.setattr(library.memory, "allocate", counted)
     numbers = np.random.default_rng(0).standard_normal((64, 32)).astype(np.float32)
     types = "Q4_0", "Q8_0"  # in a gated product each panel has columns of both
     parts = [StoredPart(name, gguf.quantize(numbers, gguf.GGMLQuantizationType[name]), 32) for name in types]
     operations = CpuOperations(KINDS["plain"], BFLOAT16, library, WeightForm.BOTH)
-    alone, _ = operations.gate_up(StoredMatrix(parts), "silu")
-    taken, num_packed = sizes.copy(), operations.num_packed_bytes
-    sizes.clear()
-    with library.helped():
-        helped, _ = operations.gate_up(StoredMatrix(parts), "silu")
-    assert sizes == taken
-    assert operations.num_packed_bytes == 2 * num_packed
-    assert helped.packing == alone.packing != QUANTIZED
-    assert not helped.arguments.stored
+    product, _ = operations.gate_up(StoredMatrix(parts), "silu")
+    assert len(sizes) == 1
+    assert operations.num_packed_bytes == sizes[0]
+    assert product.packing != QUANTIZED
+    assert product.second is None
 
 
 def test_plain_matrices_have_one_form() -> None:
     library = load_cpu_library()
     weights = random_weights(KINDS["plain"], BFLOAT16)
     model = Llama(KINDS["plain"], weights.items(), BFLOAT16, library=library, form=WeightForm.BOTH)
-    assert not cast(PackedMatrix, model.layers[0].products["down"]).arguments.stored
+    assert cast(PackedMatrix, model.layers[0].products["down"]).second is None
 
 
 @pytest.mark.parametrize(
