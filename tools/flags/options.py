@@ -5,7 +5,6 @@ import os
 import re
 import sys
 import textwrap
-import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, NoReturn
@@ -313,6 +312,8 @@ def _path(words: Sequence[str]) -> str | None:
 
 
 def _words_of_file(path: str) -> list[str]:
+    import tomllib  # most commands read no such file, and its import takes 4 ms
+
     try:
         with open(path, "rb") as file:
             values = tomllib.load(file)
