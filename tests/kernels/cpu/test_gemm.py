@@ -224,7 +224,7 @@ def test_what_memory_had_before_does_not_matter(variant, shape, monkeypatch):
     found = []
     for content in (0, 0xA5):
 
-        def allocate(num_bytes, content=content):
+        def allocate(num_bytes, _, content=content):
             memory = np.full(num_bytes + 64, content, np.uint8)
             return memory[-memory.ctypes.data % 64 :][:num_bytes]
 
