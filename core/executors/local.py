@@ -278,7 +278,7 @@ class LocalExecutor:
         self._model.drop_weights()  # others may still have the object
         self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
         self._second_forms.drop()
-        own = self._model.operations
+        own = self._model.operations if isinstance(self._model, Llama) else None
         self._second_forms = (own.second_forms if isinstance(own, CpuOperations) else None) or SecondForms()
         self.runner.model = self._model
         if new.head is not None:

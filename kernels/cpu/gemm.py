@@ -154,17 +154,18 @@ def pack(
     dtype = dtype or weight.dtype
     if weight.strides[1] != weight.itemsize:
         weight = np.ascontiguousarray(weight)
+    columns, depth = weight.shape
     arguments = PackArguments(
         source=weight.ctypes.data,
-        num_columns=weight.shape[0],
-        depth=weight.shape[1],
+        num_columns=columns,
+        depth=depth,
         source_stride=weight.strides[0] // weight.itemsize,
         source_dtype=ELEMENT_NUMBERS[weight.dtype],
         dtype=ELEMENT_NUMBERS[dtype],
         is_gated=is_gated,
     )
     packed, packing = _packed(library, arguments, is_kept)
-    return PackedWeights(packed, *weight.shape, dtype, packing, is_gated)
+    return PackedWeights(packed, columns, depth, dtype, packing, is_gated)
 
 
 def pack_second(

@@ -414,7 +414,7 @@ class CpuOperations:
 
     def of_head(self, config: ModelConfig) -> "tuple[CpuOperations, CpuHeadPlace]":
         """Return operations like these for a head whose layer is that of this config, and where it computes."""
-        options = {"shares_blocks": self.shares_blocks, "second_forms": self.second_forms}
+        options: dict[str, Any] = {"shares_blocks": self.shares_blocks, "second_forms": self.second_forms}
         own = CpuOperations(config, self._dtype, self.library, self.form, **options)
         return own, CpuHeadPlace(self._dtype, own.allocate_cache)
 

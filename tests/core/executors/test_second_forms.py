@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ import gguf
 import msgspec
 import pytest
 
-from core.executors import local
+from core.executors.load import load_drafting_model
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.tensor_names import gguf_name
@@ -105,16 +106,20 @@ def updated(files: list[str], from_step: int = 10**9) -> Updated:
     return executor
 
 
+def given(executor: Updated, _: ResolvedConfig) -> Updated:
+    return executor
+
+
 def test_when_they_come_no_token_changes(files: list[str], form: list[WeightForm]) -> None:
     """Steps of few rows and of many run before they are packed, while they are, and with them."""
     answers = []
     for from_step in (10**9, 1, 12):
         executor = updated(files, from_step)
-        answers.append(run(config_for(files[0]), make=lambda _, made=executor: made)[0])
+        answers.append(run(config_for(files[0]), make=partial(given, executor))[0])
         assert executor.num_steps > 12 + NUM_FORMS
         assert set(executor.forms) == {from_step < 10**9}
     form.append(WeightForm.DENSE)
-    answers.append(run(config_for(files[0]), make=lambda _: updated(files))[0])
+    answers.append(run(config_for(files[0]), make=partial(given, updated(files)))[0])
     assert answers[1:] == answers[:1] * 3
 
 
@@ -184,7 +189,7 @@ def test_an_engine_that_was_not_updated_packs_nothing(files: list[str]) -> None:
 def test_a_draft_head_is_packed_next_to_steps_as_its_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise two threads would use the kernels' threads at the same time."""
     model, depth = write(tmp_path, MIMO, random_weights(model_shapes(MIMO), 0)), [0]
-    beside, load = CpuLibrary.beside_steps, local.load_drafting_model
+    beside, load = CpuLibrary.beside_steps, load_drafting_model
     found = list[int]()
 
     @contextlib.contextmanager
@@ -199,7 +204,7 @@ def test_a_draft_head_is_packed_next_to_steps_as_its_model_is(tmp_path: Path, mo
         return load(*given, **options)
 
     monkeypatch.setattr(CpuLibrary, "beside_steps", counted)
-    monkeypatch.setattr(local, "load_drafting_model", loading)
+    monkeypatch.setattr(f"{PREFIX}core.executors.local.load_drafting_model", loading)
     executor = Updated(config_of(model, "mtp"))
     executor.path = model
     executor.initialize_cache(config_of(model, "mtp"))

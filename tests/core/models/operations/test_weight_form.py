@@ -1,5 +1,6 @@
 """The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
 
+import mmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,6 @@ from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.packed_weights import QUANTIZED, WHOLE, PackedWeights
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
-from kernels.memory import weight_memory
 from kernels.memory.weight_memory import Room, WeightMemory
 from tests.core.runner.invariance import KINDS, difference, random_weights, run
 from tests.core.runner.invariance_scenarios import PROMPT
@@ -165,7 +165,7 @@ def test_forms_that_are_dropped_leave_their_memory(monkeypatch: pytest.MonkeyPat
 
     forms = [later.add(pack) for _ in range(3)]
     mappings = list[int]()
-    monkeypatch.setattr(weight_memory.mmap, "mmap", lambda _, size, **options: mappings.append(size))
+    monkeypatch.setattr(mmap, "mmap", lambda _, size, **options: mappings.append(size))
     assert not later.pack_next()
     assert not later.pack_next()
     later.take_up()
