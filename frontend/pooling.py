@@ -66,6 +66,8 @@ def prepare_pooling(
         truncation=[one.truncate_prompt_tokens for one in chosen],
         num_output_tokens=0,
         keeps_beginnings=welcome.is_encoder,
+        features=welcome.features,
+        images=engine.images,
     )
     for prompt, one in zip(read, chosen, strict=True):
         check_task(one, welcome.tasks, len(prompt.token_ids))
@@ -114,6 +116,7 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
         tenant=tenant,
         second_from=prompt.second_from,
         adapter=adapter,
+        features=prompt.features,
     )
     name = str(number) if request_id is None else request_id
     return PoolingState(name, number, prompt, params, adapter=adapter)

@@ -65,5 +65,12 @@ def _of_vectors(client: EngineClient, output: PooledAnswer, key: SigningKey | No
             "follows from them: make the receipts of both, from embed()"
         )
     prompt = ids_bytes(output.prompt_token_ids)
-    request = AddPooling(0, prompt, sent.params, second_from=sent.second_from, adapter=sent.adapter)
+    request = AddPooling(
+        0,
+        prompt,
+        sent.params,
+        second_from=sent.second_from,
+        adapter=sent.adapter,
+        features=[one.use for one in sent.features],
+    )
     return make_vector_receipt(client.welcome, request, output.vectors, key)  # weights of these engines are fixed

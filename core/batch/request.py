@@ -183,5 +183,6 @@ def _pooling_request(
         party=client,
         tenant=message.tenant,
         adapter=message.adapter,
+        features=message.features,
         is_whole=message.params.task in whole_prompt_tasks,
     )

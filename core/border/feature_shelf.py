@@ -16,7 +16,7 @@ class FeatureShelf(Protocol):
     def limits(self) -> FeatureLimits | None:
         """Return the limits reported to clients; None: requests cannot have features."""
 
-    def num_bytes(self, message: AddRequest) -> int:
+    def num_bytes(self, message: Submission) -> int:
         """Return the bytes of the embeddings that a request names."""
 
     def put(self, client: int, feature: PutFeature) -> None:
@@ -25,7 +25,7 @@ class FeatureShelf(Protocol):
     def forget(self, client: int) -> None:
         """Drop what a client has put, because its session has ended."""
 
-    def admit(self, client: int, message: AddRequest) -> AddRequest:
+    def admit(self, client: int, message: Submission) -> Submission:
         """Return a request with its features' ids in the prompt. Errors: InvalidRequestError."""
 
 
@@ -34,7 +34,7 @@ class NoFeatures:
 
     limits = None
 
-    def num_bytes(self, message: AddRequest) -> int:
+    def num_bytes(self, message: Submission) -> int:
         """Return 0: the request is refused."""
         return 0
 
@@ -44,20 +44,20 @@ class NoFeatures:
     def forget(self, client: int) -> None:
         """Do nothing."""
 
-    def admit(self, client: int, message: AddRequest) -> AddRequest:
+    def admit(self, client: int, message: Submission) -> Submission:
         """Refuse the request. Errors: InvalidRequestError."""
         raise InvalidRequestError(NO_FEATURES)
 
 
 def admitted(shelf: FeatureShelf, client: int, message: Submission) -> Submission:
     """Return a valid request in the engine's form. Errors: InvalidRequestError."""
-    if not isinstance(message, AddRequest) or not message.features:
+    if not message.features:
         return message
-    if message.params.prompt_logprobs is not None:
+    if isinstance(message, AddRequest) and message.params.prompt_logprobs is not None:
         raise InvalidRequestError("prompt_logprobs need tokens, and features have none: leave out one of the two")
     return shelf.admit(client, message)
 
 
 def bytes_beside(shelf: FeatureShelf, message: Submission) -> int:
     """Return the bytes that a request keeps in addition to its own message."""
-    return shelf.num_bytes(message) if isinstance(message, AddRequest) and message.features else 0
+    return shelf.num_bytes(message) if message.features else 0

@@ -11,7 +11,7 @@ import msgspec
 from core.border.inbox import Inbox
 from core.border.preparation import Waiting
 from ipc.records.black_box import request_digest
-from ipc.wire.messages import AddRequest, ErrorCode, Submission
+from ipc.wire.messages import ErrorCode, Submission
 from ipc.wire.start_messages import Isolate
 
 QUARANTINED_TEXT = (
@@ -66,5 +66,4 @@ class Isolation(Waiting):
 
 
 def _digest(message: Submission) -> bytes:
-    features = message.features if isinstance(message, AddRequest) else ()
-    return request_digest(message.prompt_token_ids, message.params, features)
+    return request_digest(message.prompt_token_ids, message.params, message.features)

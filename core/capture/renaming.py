@@ -90,12 +90,13 @@ class Renaming:
             "cache_salt": self.tokens.word(message.cache_salt),
             "tenant": self.tokens.word(message.tenant),
             "adapter": self.adapter(message.adapter),
+            "features": self.features(message.features),
         }
         if isinstance(message, AddPooling):
             return msgspec.structs.replace(message, **changes)
         delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
         params = self.params(message.params)
-        changes |= {"features": self.features(message.features), "pins": self.pins(message.pins)}
+        changes["pins"] = self.pins(message.pins)
         return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
 
     def digest(self, digest: str) -> str:

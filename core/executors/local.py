@@ -375,8 +375,8 @@ def model_features(config: EngineConfig, loaded: Loaded, drafting: Model | Head 
     drafting: what makes drafts. An assistant reads sampled tokens only.
     """
     model, encoder = loaded.model, loaded.source.vision
-    if not isinstance(model, Llama) or not model.reads_features or loaded.source.pooler is not None:
+    if not isinstance(model, Llama) or not model.reads_features:
         return None
     assert not isinstance(encoder, EncoderFacts), "an encoder without its weights"
     drafts = drafting is not None and not isinstance(drafting, Assistant)
-    return features_for(config, model.config, encoder, drafts=drafts)
+    return features_for(config, model.config, encoder, drafts=drafts, pools=loaded.source.pooler is not None)

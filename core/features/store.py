@@ -33,7 +33,7 @@ from ipc.wire.feature_messages import (
     feature_digest,
     num_bytes,
 )
-from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES, AddRequest, Submission
+from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES, Submission
 
 #: Bytes of rows of given embeddings kept although no request uses them.
 MAX_CACHED_BYTES = 256 << 20
@@ -141,7 +141,7 @@ class Features:
 
     # --- at the border ---
 
-    def num_bytes(self, message: AddRequest) -> int:
+    def num_bytes(self, message: Submission) -> int:
         """Return the most bytes that a request's features use: rows, or pixels of images.
 
         The rows of images are in the encoder cache, whose size does not depend on requests.
@@ -216,7 +216,7 @@ class Features:
             self._begun.pop(client, None)
             self._put_bytes.pop(client, None)
 
-    def admit(self, client: int, message: AddRequest) -> AddRequest:
+    def admit(self, client: int, message: Submission) -> Submission:
         """Return a request with its features' ids in the prompt, and keep the features while it lives.
 
         Errors: InvalidRequestError if the engine does not support features, or not these, or they are missing.
@@ -285,7 +285,8 @@ class Features:
         if kind == EMBEDS:
             if not self._takes_rows:
                 raise InvalidRequestError(
-                    "this model takes no prompt_embeds: its layers have inputs of their own, made of token ids"
+                    "this engine takes no prompt_embeds: it pools, or its layers have inputs of their own, made of "
+                    "token ids"
                 )
             if len(shape) != 2 or shape[1] != self._width:
                 raise InvalidRequestError(f"prompt_embeds must have the shape [tokens, {self._width}]; got {shape}")
@@ -315,7 +316,7 @@ class Features:
 
     def needs(self, message: Submission) -> bool:
         """Return whether rows of the request's embeddings are missing."""
-        if not isinstance(message, AddRequest) or not message.features:
+        if not message.features:
             return False
         with self._lock:
             return bool(self._missing(message))
@@ -325,8 +326,6 @@ class Features:
 
         Errors: InvalidRequestError.
         """
-        if not isinstance(message, AddRequest):
-            return False
         with self._lock:
             missing = self._missing(message)
             feature = self._wanted[missing[0]] if missing else None
@@ -348,7 +347,7 @@ class Features:
     def close(self) -> None:
         """Do nothing: the features' memory is freed when the process ends."""
 
-    def _missing(self, message: AddRequest) -> list[bytes]:
+    def _missing(self, message: Submission) -> list[bytes]:
         """Return the digests of the request's embeddings without rows. Called with the lock held."""
         return [use.digest for use in message.features if not use.is_encoded and use.digest not in self._rows]
 

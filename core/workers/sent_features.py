@@ -13,6 +13,7 @@ from core.features.store import Features
 from core.model_files.assistant import has_assistant
 from core.model_files.loading import load_vision
 from core.model_files.model_config import read_model_config
+from core.model_files.pooling import pools
 from core.runner.feature_rows import EncoderShape, FeatureRows
 from core.workers.messages import AddFeature, DropFeatures
 from ipc.errors import ConfigError
@@ -124,4 +125,5 @@ def sent_features(config: EngineConfig, dtype: str) -> Features | None:
             "leave it out, or set limit_mm_per_prompt to image=0"
         )
     drafts = drafts_by_model(config) and not has_assistant(config)
-    return features_for(config, read_model_config(path, config.mmproj), encoder, drafts=drafts)
+    model = read_model_config(path, config.mmproj)
+    return features_for(config, model, encoder, drafts=drafts, pools=pools(config, path, model))

@@ -166,8 +166,10 @@ class EngineClient(CallClient, JournalReader):
                 request = AddRequest(
                     number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant, adapter=adapter
                 )
-                if features or pins:
-                    request = replace(request, features=[one.use for one in features], pins=tuple(pins))
+                if pins:
+                    request = replace(request, pins=tuple(pins))
+            if features:
+                request = replace(request, features=[one.use for one in features])
             frame = self._frame_of(request)
             with self._changed:
                 self.raise_if_ended()

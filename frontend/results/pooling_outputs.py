@@ -1,5 +1,6 @@
 """The results of LLM.encode(), embed(), classify() and score(), in vLLM's form."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -8,6 +9,7 @@ import numpy as np
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.lora_messages import AdapterId
+from ipc.wire.placed_feature import PlacedFeature
 
 
 class SubmittedPooling(NamedTuple):
@@ -16,6 +18,7 @@ class SubmittedPooling(NamedTuple):
     params: PoolingParams
     second_from: int
     adapter: AdapterId | None
+    features: Sequence[PlacedFeature] = ()
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class PoolingState:
         self.number = number
         self.finished = False
         self.prompt = prompt
-        self._submitted = SubmittedPooling(params, prompt.second_from, adapter)
+        self._submitted = SubmittedPooling(params, prompt.second_from, adapter, prompt.features)
         self._is_of_tokens = (params.task or "").startswith("token_")
 
     @property

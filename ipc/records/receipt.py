@@ -94,6 +94,7 @@ class _Head(
     num_prompt_tokens: _Count
     prompt: _Digest
     parameters: _Digest
+    features: _Hex = ""  # digest of Contents.features; "" = the prompt has none
 
     @property
     def num_computed(self) -> int:
@@ -110,6 +111,8 @@ class _Head(
             broken.append("prompt")
         if self.parameters != digest_of(salt, "parameters", _canonical(contents.parameters)):
             broken.append("parameters")
+        if self.features != _features_digest(salt, contents.features):
+            broken.append("features")
         return broken
 
     @property
@@ -122,7 +125,6 @@ class Header(_Head, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
 
     seed: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]  # uint64, hexadecimal
     answers: _AnswerDigests
-    features: _Hex = ""  # digest of Contents.features; "" = the prompt has none
 
     @property
     def num_computed(self) -> int:
@@ -132,8 +134,6 @@ class Header(_Head, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     def broken_digests(self, contents: "Contents") -> list[str]:
         """Return the names of the fields whose digests are not those of the contents."""
         salt, broken = bytes.fromhex(contents.salt), super().broken_digests(contents)
-        if self.features != _features_digest(salt, contents.features):
-            broken.append("features")
         if [_answer_digest(salt, *one) for one in enumerate(contents.answers)] != [
             (one.digest, one.num_tokens) for one in self.answers
         ]:
@@ -145,9 +145,8 @@ class Header(_Head, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
         params = _read_params(contents.parameters, _FIELDS, SamplingParams)
         if not len(contents.answers) == len(self.answers) == params.n:
             raise ReceiptError(f"the receipt has {len(contents.answers)} answers, and n={params.n}")
-        uses = [FeatureUse(one.position, one.num_rows, bytes.fromhex(one.digest)) for one in contents.features]
         prompt, seed = ids_bytes(contents.prompt_token_ids), int(self.seed, 16)
-        return AddRequest(0, prompt, params, seed, adapter=self._adapter_id, features=uses)
+        return AddRequest(0, prompt, params, seed, adapter=self._adapter_id, features=_uses(contents))
 
 
 class VectorHeader(_Head, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, tag=VECTOR_FORM):
@@ -165,7 +164,8 @@ class VectorHeader(_Head, frozen=True, kw_only=True, forbid_unknown_fields=True,
             raise ReceiptError(f"parameters of the receipt: {_SECOND_FROM} is {second_from!r:.80}, and no integer")
         params = _read_params(given, _POOLING_FIELDS, PoolingParams)
         prompt = ids_bytes(contents.prompt_token_ids)
-        return AddPooling(0, prompt, params, second_from=second_from, adapter=self._adapter_id)
+        adapter, uses = self._adapter_id, _uses(contents)
+        return AddPooling(0, prompt, params, second_from=second_from, adapter=adapter, features=uses)
 
     def has_vectors(self, contents: "Contents", vectors: Floats) -> bool:
         """Return whether these vectors [num_vectors, width] float32 have the header's digest: they have equal bits."""
@@ -260,14 +260,13 @@ def make_receipt(
         np.frombuffer(request.prompt_token_ids, "<i4").tolist(),
         parameters,
         [list(one.token_ids) for one in answers],
-        [UsedFeature(use.position, use.num_rows, use.digest.hex()) for use in request.features],
+        _used(request),
     )
     salt = bytes.fromhex(contents.salt)
     digests = [_answer_digest(salt, *one) for one in enumerate(contents.answers)]
     header = Header(
         **_head_fields(welcome, request, contents, created),
         seed=f"{request.seed:016x}",
-        features=_features_digest(salt, contents.features),
         answers=[
             AnswerDigest(*digest, one.finish_reason)  # type: ignore[arg-type]
             for digest, one in zip(digests, answers, strict=True)
@@ -292,7 +291,7 @@ def make_vector_receipt(
     if request.second_from:
         parameters[_SECOND_FROM] = request.second_from
     prompt = np.frombuffer(request.prompt_token_ids, "<i4").tolist()
-    contents = Contents(secrets.token_hex(_SALT_BYTES), prompt, parameters)
+    contents = Contents(secrets.token_hex(_SALT_BYTES), prompt, parameters, features=_used(request))
     header = VectorHeader(
         **_head_fields(welcome, request, contents, created),
         vectors=_vectors_digest(bytes.fromhex(contents.salt), vectors),
@@ -322,6 +321,7 @@ def _head_fields(welcome: Welcome, request: Submission, contents: Contents, crea
         "num_prompt_tokens": len(contents.prompt_token_ids),
         "prompt": digest_of(salt, "prompt", request.prompt_token_ids),
         "parameters": digest_of(salt, "parameters", _canonical(contents.parameters)),
+        "features": _features_digest(salt, contents.features),
     }
 
 
@@ -357,6 +357,14 @@ def _answer_digest(salt: bytes, index: int, token_ids: Sequence[int]) -> tuple[s
 
 def _features_digest(salt: bytes, features: Sequence[UsedFeature]) -> str:
     return digest_of(salt, "features", _canonical(features)) if features else ""
+
+
+def _used(request: Submission) -> list[UsedFeature]:
+    return [UsedFeature(use.position, use.num_rows, use.digest.hex()) for use in request.features]
+
+
+def _uses(contents: Contents) -> list[FeatureUse]:
+    return [FeatureUse(one.position, one.num_rows, bytes.fromhex(one.digest)) for one in contents.features]
 
 
 def _vectors_digest(salt: bytes, vectors: Floats) -> str:

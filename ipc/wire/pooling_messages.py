@@ -3,6 +3,7 @@
 import msgspec
 
 from ipc.params.pooling_params import PoolingParams
+from ipc.wire.feature_messages import FeatureUses
 from ipc.wire.lora_messages import AdapterId
 
 
@@ -22,6 +23,7 @@ class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     #: Index of the first token of a pair's second text, for models that distinguish the two; 0 = there is one text.
     second_from: int = 0
     adapter: AdapterId | None = None  # as in AddRequest
+    features: FeatureUses = []  # as in AddRequest
 
     @property
     def delivered(self) -> list[bytes]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from frontend.images.gemma4 import Gemma4Images
 from frontend.llm import LLM
@@ -17,7 +18,9 @@ from tests.core.models.gemma4_images_checkpoint import (
     ROWS,
     UNIT,
     greedy,
+    inputs_of,
     processor,
+    tiny_model,
     tiny_tokenizer,
     write_checkpoint,
 )
@@ -85,9 +88,24 @@ def test_an_assistant_drafts_after_images(llm: LLM, tmp_path: Path) -> None:
     assert sum(one.metrics.num_draft_tokens for one in outputs if one.metrics is not None) > 10
 
 
+def test_it_pools_prompts_with_images(tmp_path: Path) -> None:
+    """In chunks, and from the prefix cache: the last token's state is transformers'."""
+    folder, options = str(write_checkpoint(FAMILY, tmp_path)), {**OPTIONS, "max_num_batched_tokens": 80}
+    prompts = [asked(*IMAGES[:2], text=f"See <|image|> and <|image|> {end}") for end in ("here.", "there.")]
+    with LLM(folder, **options, runner="pooling") as pooling:
+        outputs = pooling.embed(prompts, use_tqdm=False)
+        again = pooling.embed(prompts, use_tqdm=False)
+    for output, other in zip(outputs, again, strict=True):
+        with torch.no_grad():
+            inputs = inputs_of(output.prompt_token_ids, IMAGES[:2])
+            state = tiny_model(FAMILY).model(**inputs).last_hidden_state[0, -1].numpy()
+        np.testing.assert_allclose(output.outputs.embedding, state / np.linalg.norm(state), atol=2e-5)
+        assert (other.vectors.tobytes(), other.num_cached_tokens > 100) == (output.vectors.tobytes(), True)
+
+
 def test_layers_with_inputs_of_their_own_take_no_prompt_embeds(llm: LLM) -> None:
     rows = np.zeros((3, 48), np.float32)
-    with pytest.raises(InvalidRequestError, match="takes no prompt_embeds: its layers have inputs of their own"):
+    with pytest.raises(InvalidRequestError, match="takes no prompt_embeds: it pools, or its layers have"):
         llm.generate({"prompt_embeds": rows}, GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 

@@ -9,9 +9,11 @@ import pytest
 from core.border import feature_shelf
 from core.features.store import Features
 from ipc.errors import InvalidRequestError
+from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, ErrorCode, RequestFailed
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
+from ipc.wire.pooling_messages import AddPooling
 from tests.core.running_engine import Running, expected, start_engine
 from tests.raw_client import RawClient, request
 
@@ -98,7 +100,9 @@ def test_an_engine_without_features_refuses_them(start: Start) -> None:
         failed = client.receive(RequestFailed)
         assert (failed.number, failed.message) == (0, feature_shelf.NO_FEATURES)
         client.finish(1)
-    with pytest.raises(InvalidRequestError, match="does not support features"):
-        feature_shelf.admitted(feature_shelf.NoFeatures(), 0, asks(0, rows(1.0)))
+    pools = AddPooling(0, bytes(16), PoolingParams("embed"), features=[rows(1.0).use])
+    for message in (asks(0, rows(1.0)), pools):
+        with pytest.raises(InvalidRequestError, match="does not support features"):
+            feature_shelf.admitted(feature_shelf.NoFeatures(), 0, message)
     plain = AddRequest(0, bytes(4), SamplingParams(), 0)
     assert feature_shelf.admitted(feature_shelf.NoFeatures(), 0, plain) is plain

@@ -216,6 +216,15 @@ def test_rows_begin_at_their_new_root_and_free_ones_keep_no_old_one() -> None:
     check_roots(zlib.decompress(Snapshot(state).encode()), roots)
 
 
+def test_images_of_pooling_requests_have_other_digests() -> None:
+    uses = [FeatureUse(0, 2, b"a" * 32, is_encoded=True), FeatureUse(2, 1, b"b" * 32)]
+    message = AddPooling(1, np.array([-1, -1, -2, 5], "<i4").tobytes(), PoolingParams(task="embed"), features=uses)
+    renamed = Renaming(VOCAB, (), ()).message(message)
+    assert isinstance(renamed, AddPooling)
+    assert [(use.position, use.num_rows) for use in renamed.features] == [(0, 2)], "only images are scheduled"
+    assert renamed.features[0].digest != b"a" * 32
+
+
 @pytest.mark.usefixtures("slow_close")
 def test_pooling_requests_find_what_was_cached_before_the_checkpoint(tmp_path: Path) -> None:
     """No other request has their salt, so only they tell what its new name is."""

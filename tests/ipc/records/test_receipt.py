@@ -178,7 +178,8 @@ def test_a_receipt_names_images_by_their_digests(key: SigningKey) -> None:
 
 def test_a_receipt_of_vectors(key: SigningKey) -> None:
     params = PoolingParams(task="token_embed", dimensions=3, use_activation=False, truncate_prompt_tokens=9)
-    asked = AddPooling(7, ids_bytes([3, 4]), params, second_from=1, adapter=AdapterId("0" * 32))
+    uses = [FeatureUse(1, 1, b"\2" * 32)]
+    asked = AddPooling(7, ids_bytes([3, 4]), params, second_from=1, adapter=AdapterId("0" * 32), features=uses)
     vectors = np.arange(6, dtype=np.float32).reshape(2, 3)
     one = make_vector_receipt(WELCOME, asked, vectors, key, created=1_795_000_000)
     again = read_receipt(one.to_json())
@@ -191,7 +192,10 @@ def test_a_receipt_of_vectors(key: SigningKey) -> None:
         PoolingParams(task="token_embed", dimensions=3, use_activation=False),
         second_from=1,
         adapter=asked.adapter,
+        features=uses,
     )
+    other = make_vector_receipt(WELCOME, msgspec.structs.replace(asked, features=[]), vectors, key)
+    assert (header.features != "", b"features" in other.to_json()) == (True, False)
     assert isinstance(header, VectorHeader)
     assert contents is not None
     assert (header.num_vectors, header.width, again.broken_digests()) == (2, 3, [])

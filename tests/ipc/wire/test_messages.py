@@ -111,6 +111,7 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     AddPooling(7, b"\1\0\0\0", PoolingParams(task="embed", dimensions=8), -5, 1000, "salt", "tenant"),
     AddRequest(2, b"\1\0\0\0", SamplingParams(), 0, adapter=AdapterId("ab" * 16), features=[FeatureUse(0, 1, b"d")]),
     AddPooling(8, b"\1\0\0\0", PoolingParams(task="embed"), adapter=AdapterId("ab" * 16)),
+    AddPooling(9, b"\1\0\0\0", PoolingParams(task="embed"), features=[FeatureUse(0, 1, b"d")]),
     PutFeature("embeds", [1, 2], b"\0\0\x80?\0\0\0@"),
     Abort(pack_numbers([0, 7, 2**32 - 1])),
     Abort(pack_numbers([7]), b"\1\0"),

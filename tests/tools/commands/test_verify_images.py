@@ -216,3 +216,22 @@ def test_a_capture(site: Site, capfd: pytest.CaptureFixture[str]) -> None:
     assert sorted(verified) == [1, 7, 10, 17]
     status, got = run(capfd, site.capture, *words, "--image", site.flipped)
     assert (status, {one["status"] for one in got}) == (0, {"verified"})
+
+
+def test_vectors_of_images(site: Site, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the same model, which pools: receipts, and a capture."""
+    capture = tmp_path / "run.cap"
+    with LLM(site.model, **OPTIONS, runner="pooling", capture=str(capture)) as llm:
+        prompts: list[Any] = [asked(*IMAGES[:2]), "a text", asked(IMAGES[2])]
+        outputs = llm.embed(prompts, use_tqdm=False)
+        receipts = [llm.receipt(one) for one in outputs]
+    given = ("--image", site.files[0], "--image", site.files[1])
+    expected = [("verified", 17, 1), ("verified", 0, 1), ("not computed", 0, 0)]
+    got: list[Verdict] = verdicts(site, receipts, site.files[:2])
+    assert [(one.status, one.num_features, one.num_vectors) for one in got] == expected
+    status, shown = run(capfd, capture, "--model", site.model, *given)
+    assert status == 5
+    counts = ("num_features", "num_vectors")
+    assert sorted((one["status"], *(one.get(count, 0) for count in counts)) for one in shown) == sorted(expected)
+    (whole,) = verdicts(site, receipts[2:], site.files[2:])
+    assert (whole.status, whole.num_vectors) == ("verified", 1)

@@ -26,7 +26,7 @@ from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import in_one_process
 from ipc.tables.columns import unpack_numbers
 from ipc.wire.feature_messages import without_ids
-from ipc.wire.messages import DECODE_ERRORS, Abort, AddRequest, Submission
+from ipc.wire.messages import DECODE_ERRORS, Abort, Submission
 from ipc.wire.weights_messages import WeightsMark
 from tools.commands.replay.differences import Batch, Difference, find_difference
 
@@ -236,7 +236,7 @@ def _check_inputs(file: CaptureFile, turn: Turn, max_logprobs: int, *, has_featu
         if not isinstance(message, Submission):
             continue
         where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
-        if isinstance(message, AddRequest) and message.features:
+        if message.features:
             if not has_features:
                 raise OtherModelError(
                     f"{where} has images or prompt_embeds, and a capture contains only their digests: the model "

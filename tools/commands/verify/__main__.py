@@ -26,7 +26,7 @@ from tools.commands.verify.given_features import (
 from tools.commands.verify.judging import Judged, judge_tokens, judge_vectors
 from tools.commands.verify.local_engine import LocalEngine, Outcome
 from tools.commands.verify.sources import CapturedAnswers, Named, is_capture, read_capture, read_receipts
-from tools.commands.verify.vector_verifier import VectorVerifier
+from tools.commands.verify.vector_verifier import PooledClaim, VectorVerifier
 from tools.commands.verify.verifier import Claim, Verifier
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 
@@ -270,12 +270,20 @@ def _captured_tokens(engine: Verifier, captured: CapturedAnswers, files: Feature
 def _captured_vectors(
     engine: VectorVerifier, captured: CapturedAnswers, files: FeatureFiles
 ) -> Iterator[tuple[str, Judged]]:
-    computed = engine.compute([message for message, _ in captured.vectors.values()])
-    for (name, (_, theirs)), ours in zip(captured.vectors.items(), computed, strict=True):
+    used = {use.digest for message, _ in captured.vectors.values() for use in message.features}
+    given = GivenFeatures(engine, files if used else NO_FILES, used)
+    whole = dict[str, PooledClaim]()
+    for name, (message, _) in captured.vectors.items():
+        try:
+            whole[name] = PooledClaim(message, given.of(message.features))
+        except MissingFeaturesError as error:
+            yield name, Judged(lacks=str(error))
+    for (name, claim), ours in zip(whole.items(), engine.compute(list(whole.values())), strict=True):
+        theirs, count = captured.vectors[name][1], len(claim.features)
         if isinstance(ours, Outcome):
             yield name, Judged(outcome=ours)
         elif ours.shape == theirs.shape and ours.tobytes() == theirs.tobytes():
-            yield name, Judged(num_vectors=len(ours))
+            yield name, Judged(num_vectors=len(ours), num_features=count)
         else:
             yield name, Judged(["vectors"])
 

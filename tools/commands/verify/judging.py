@@ -9,7 +9,7 @@ from ipc.wire.pooling_messages import AddPooling
 from tools.commands.verify.given_features import GivenFeatures, MissingFeaturesError
 from tools.commands.verify.local_engine import LocalEngine, Outcome
 from tools.commands.verify.sources import claim_of, early_ends
-from tools.commands.verify.vector_verifier import VectorVerifier
+from tools.commands.verify.vector_verifier import PooledClaim, VectorVerifier
 from tools.commands.verify.verifier import Claim, Verifier
 
 _WITHHELD = "the contents are withheld: only header and signature were looked at"
@@ -71,18 +71,22 @@ def _without(judged: Judged, error: MissingFeaturesError) -> Judged:
 
 
 def judge_vectors(verifier: VectorVerifier, receipts: Sequence[Receipt], given: GivenFeatures) -> list[Judged]:
-    """Compute the vectors of receipts together; return what was found of each. given: not used."""
-    found, messages = list[Judged](), dict[int, AddPooling]()
+    """Compute the vectors of receipts together; return what was found of each."""
+    found, claims = list[Judged](), dict[int, PooledClaim]()
     for index, receipt in enumerate(receipts):
         differing = differing_fields(receipt, verifier)
         judged = _looked_at(receipt, differing)
         if _is_computable(receipt, differing):
             try:
-                messages[index] = vectors_asked(receipt)
+                message = vectors_asked(receipt)
+                claims[index] = PooledClaim(message, given.of(message.features))
+                judged = judged._replace(num_features=len(message.features))
             except ReceiptError as error:
                 judged = judged._replace(fields=[*judged.fields, "parameters"], text=str(error))
+            except MissingFeaturesError as error:
+                judged = _without(judged, error)
         found.append(judged)
-    for index, vectors in zip(messages, verifier.compute(list(messages.values())), strict=True):
+    for index, vectors in zip(claims, verifier.compute(list(claims.values())), strict=True):
         receipt, judged = receipts[index], found[index]
         header, contents = receipt.header, receipt.contents
         assert isinstance(header, VectorHeader), type(header)

@@ -213,13 +213,13 @@ def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
     claims, pooled = dict[str, Claim](), dict[str, tuple[AddPooling, Floats]]()
     for one in recording.requests:
         name, message = f"client {one.client} request {one.message.number}", one.message
+        prompt = without_ids(message.prompt_token_ids, message.features)
+        message = msgspec.structs.replace(message, prompt_token_ids=prompt)
         if isinstance(message, AddPooling):
             if one.vectors is not None:
                 pooled[name] = message, one.vectors
         elif any(one.tokens):
-            prompt = without_ids(message.prompt_token_ids, message.features)
-            asked = msgspec.structs.replace(message, prompt_token_ids=prompt)
-            claims[name] = Claim(asked, [Answer(tokens) for tokens in one.tokens])
+            claims[name] = Claim(message, [Answer(tokens) for tokens in one.tokens])
     return CapturedAnswers(
         _config_of(path, file, changed),
         file.header.model.fingerprint,
