@@ -103,7 +103,7 @@ PUBLISHED: dict[str, str] = {
     "Gemma4ForConditionalGeneration": "Gemma 4 E2B, E4B, 26B-A4B, 31B",
     "Gemma4UnifiedForConditionalGeneration": "Gemma 4 12B",
     "Gemma3nForConditionalGeneration": "Gemma 3n E2B, E4B",
-    "EmbeddingGemma2Model": "EmbeddingGemma 2 (text)",
+    "EmbeddingGemma2Model": "EmbeddingGemma 2",
     "Llama4ForConditionalGeneration": "Llama 4 Scout, Maverick",
     "Idefics3ForConditionalGeneration": "SmolVLM-256M, -500M, -2.2B",
     "SmolVLMForConditionalGeneration": "SmolVLM2",
@@ -141,12 +141,13 @@ def _decoders() -> Iterator[KnownModel]:
 
 
 def _with_images() -> Iterator[KnownModel]:
-    seen = {name: (row.text_architecture, row.gguf) for row in VISION_ROWS for name in row.names}
+    seen: dict[str, tuple[str, str | None]] = {}
+    seen |= {name: (row.text_architecture, row.gguf) for row in VISION_ROWS for name in row.names}
     seen |= {name: (TEXT_PARTS[name][0], row.gguf) for name, row in GRID_ARCHITECTURES.items()}
-    for name, (text, projector) in {**{name: (texts[0], "") for name, texts in TEXT_PARTS.items()}, **seen}.items():
+    for name, (text, projector) in {**{name: (texts[0], None) for name, texts in TEXT_PARTS.items()}, **seen}.items():
         row = ARCHITECTURES[text]
         files = _files_with_projector(TEXT_PARTS.get(name, (text,)), projector) if projector else "safetensors"
-        yield _entry(name, row, files, images=bool(projector))
+        yield _entry(name, row, files, images=name in seen)
 
 
 def _encoders() -> Iterator[KnownModel]:

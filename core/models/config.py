@@ -307,7 +307,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def wholes_in_windows(self) -> bool:
         """Return whether tokens of an image see later ones of it in layers with a window only, as in Gemma 4."""
-        return isinstance(self.vision, GridParts)
+        return self.is_causal and isinstance(self.vision, GridParts)
 
     @property
     def scores_scale(self) -> float:

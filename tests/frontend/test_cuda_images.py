@@ -1,16 +1,18 @@
-"""Images from LLM on with --device cuda: under Triton's interpreter the CPU's tokens, for each family of models."""
+"""Images from LLM on with --device cuda: under Triton's interpreter the CPU's tokens, or vectors, for each family."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine_core import LLM, SamplingParams
 from frontend.engine import child
 from ipc.machine.child_process import run_package
 from tests.core.models import (
+    embedding_gemma2_checkpoint,
     gemma3_checkpoint,
     gemma4_images_checkpoint,
     grid_checkpoints,
@@ -61,3 +63,22 @@ def test_tokens_are_those_of_the_cpu(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(child, "run_package", lambda _, *rest: run_package("tests.core.emulated", *rest))
     assert answers(folder, mark, device="cuda", num_blocks_override=200) == expected
+
+
+def embedded(model: str, **options: Any) -> list[Any]:
+    """Vectors of a prompt with two images, and of one without; the first one's also alone."""
+    prompts: list[Any] = [{"prompt": "See <|image|> and <|image|>.", "multi_modal_data": {"image": IMAGES}}, "Why?"]
+    with LLM(model=model, dtype="float32", threads=1, max_num_seqs=2, **options) as llm:
+        return [one.vectors for each in (prompts, prompts[:1]) for one in llm.embed(each, use_tqdm=False)]
+
+
+@pytest.mark.timeout(900)
+def test_vectors_are_those_of_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(embedding_gemma2_checkpoint.write_checkpoint(tmp_path))
+    expected = embedded(folder)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(child, "run_package", lambda _, *rest: run_package("tests.core.emulated", *rest))
+    found = embedded(folder, device="cuda", num_blocks_override=200)
+    assert np.array_equal(found[2], found[0])
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)

@@ -71,11 +71,12 @@ def read_json_config(folder: Path) -> ModelConfig:
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
-        return _vision_config(folder, values, vision)
-    if (grid := grid_architecture(values)) is not None:
-        return _grid_config(folder, values, grid)
-    values = text_part(values) or values
-    config = decoder_config(folder, values, *_architecture(values))
+        config = _vision_config(folder, values, vision)
+    elif (grid := grid_architecture(values)) is not None:
+        config = _grid_config(folder, values, grid)
+    else:
+        values = text_part(values) or values
+        config = decoder_config(folder, values, *_architecture(values))
     if config.is_causal and not (folder / "modules.json").is_file():
         return config
     most = most_tokens_of(folder, read_json_object)

@@ -13,7 +13,7 @@ class GridArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of model with an encoder of patches in a grid (core/models/grid_parts.py)."""
 
     names: tuple[str, ...]  # in config.json's architectures
-    gguf: str  # llama.cpp's name for the projector
+    gguf: str | None  # llama.cpp's name for the projector; None = files of it are not read
     form: GridForm = "qwen"  # of the settings, and of what follows from them
     width: str = "hidden_size"  # the setting of the encoder's width
     out_width: str = "out_hidden_size"  # the setting of the width of rows
@@ -51,6 +51,25 @@ _PIXTRAL: dict[str, Any] = {
     "image_size": 1540,
     "hidden_act": "gelu",
 }
+_GEMMA4 = GridArchitecture(
+    names=("Gemma4ForConditionalGeneration",),
+    gguf="gemma4v",
+    form="pooled",
+    defaults={
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "pooling_kernel_size": 3,
+        "patch_size": 16,
+        "position_embedding_size": 10_240,
+    },
+    is_centred=False,
+    is_gated=True,
+)
 GRID_ROWS = (
     GridArchitecture(
         names=("Qwen2VLForConditionalGeneration",),
@@ -98,25 +117,8 @@ GRID_ROWS = (
         sections=(11, 11, 10),
         in_turn=True,
     ),
-    GridArchitecture(
-        names=("Gemma4ForConditionalGeneration",),
-        gguf="gemma4v",
-        form="pooled",
-        defaults={
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 12,
-            "head_dim": 64,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "pooling_kernel_size": 3,
-            "patch_size": 16,
-            "position_embedding_size": 10_240,
-        },
-        is_centred=False,
-        is_gated=True,
-    ),
+    _GEMMA4,
+    msgspec.structs.replace(_GEMMA4, names=("EmbeddingGemma2Model",), gguf=None),
     GridArchitecture(
         names=("Mistral3ForConditionalGeneration",),
         gguf="pixtral",
