@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from frontend.calls.choose import has_special_marks, shows_tools
 from frontend.calls.constraint import Thought, constrain, forced_functions, read_allowed, read_functions
@@ -31,11 +31,10 @@ from frontend.text.prompts import text_of
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.pin_messages import Pin
 
-if TYPE_CHECKING:
-    from frontend.http.media.fetcher import MediaFetcher
-
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
+#: As vLLM's template_basic.jinja. A message's parts have lines of their own.
+_PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _TOO_DEEP = "objects and arrays nest too deep in this body"
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field of an earlier answer
 
@@ -84,27 +83,30 @@ async def prepare_chat(
             raise HttpError(400, _TOO_DEEP) from None
 
     is_long = has_images(body.messages) or service.brings_template(body.chat_template)
-    media = service.shared.media
-    if media is None or service.engine.images is None or not (urls := urls_to_fetch(body.messages)):
-        return await service.run(request, prepare, is_long=is_long)
-    async with _with_fetched(media, urls, request, body):
+    async with with_fetched(service, request, [body]):
         return await service.run(request, prepare, is_long=is_long)
 
 
 @contextlib.asynccontextmanager
-async def _with_fetched(
-    media: "MediaFetcher", urls: Sequence[str], request: Request, body: ChatBody
-) -> AsyncIterator[None]:
-    """Within this context the images of these URLs are files in the body. Errors: InvalidRequestError, HttpError."""
-    messages = body.messages
+async def with_fetched(service: Service, request: Request, bodies: Sequence[ChatBody]) -> AsyncIterator[None]:
+    """Within this context the images of URLs are files in these chats, if the server fetches images and the model takes
+    them. Errors: InvalidRequestError, HttpError.
+    """
+    media, urls = service.shared.media, [url for body in bodies for url in urls_to_fetch(body.messages)]
+    if media is None or service.engine.images is None or not urls:
+        yield
+        return
+    given = [body.messages for body in bodies]
     async with media.fetched(urls, tenant_of(request)) as files:
         num_bytes = sum(map(len, files.values()))
-        body.messages = with_files(messages, files)
+        for body in bodies:
+            body.messages = with_files(body.messages, files)
         request.num_stored_bytes += num_bytes
         try:
             yield
         finally:
-            body.messages = messages
+            for body, messages in zip(bodies, given, strict=True):
+                body.messages = messages
             request.num_stored_bytes -= num_bytes
 
 
@@ -135,11 +137,32 @@ async def render_text(service: Service, request: Request, body: ChatBody) -> str
     return await service.run(request, lambda: _rendered_text(service, body), is_long=is_long)
 
 
-def _rendered_text(service: Service, body: ChatBody) -> str:
+async def render_prompt(service: Service, request: Request, body: ChatBody, *, is_plain: bool) -> PromptInput:
+    """Return a chat's prompt, perhaps with images. Errors: as prepare_chat().
+
+    is_plain: it is the texts and images in order, a line each, whatever the model's chat template.
+    """
+    _check(service, body)
+    is_long, make = has_images(body.messages) or service.brings_template(body.chat_template), _rendered
+    if is_plain:
+        make = _plain
+    return await service.run(request, lambda: make(service, body), is_long=is_long)
+
+
+def _plain(service: Service, body: ChatBody) -> PromptInput:
+    options: Any = {"add_generation_prompt": False, "tools": None, "kwargs": None, "takes_files": False}
+    return service.engine.render_chats([body.messages], chat_template=_PLAIN, **options)[0]
+
+
+def _rendered(service: Service, body: ChatBody) -> PromptInput:
     try:
-        prompt = _render(service, body, _read_tools(body, service.meter.note_left_out))
+        return _render(service, body, _read_tools(body, service.meter.note_left_out))
     except RecursionError:
         raise HttpError(400, _TOO_DEEP) from None
+
+
+def _rendered_text(service: Service, body: ChatBody) -> str:
+    prompt = _rendered(service, body)
     if not isinstance(prompt, str):
         raise HttpError(400, "a prompt with images is no text: send the text alone", param="messages")
     return prompt

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from frontend.http.errors import HttpError
 from frontend.http.holdings import vectors_bytes
@@ -61,7 +61,8 @@ async def pool(
             add_special_tokens=add_special_tokens,
         )
 
-    prepared = await service.run(request, prepare)
+    has_images = any(isinstance(one, Mapping) and "multi_modal_data" in one for one in prompts)
+    prepared = await service.run(request, prepare, is_long=has_images)
     num_tokens = sum(len(one.prompt.token_ids) for one in prepared)
     width = service.engine.client.welcome.tasks.get(task, 1)
     give_back = service.holdings.take(vectors_bytes(len(prepared), num_tokens, width))

@@ -112,14 +112,16 @@ def _read_content(
             f'{where}["content"] must be a str or a list of {{"type": "text", "text": ...}}; got {content!r:.80}'
         )
     takes_images = image_mark is not None
-    parts = [part if takes_images and part == IMAGE_PART else _read_part(part, where) for part in content]
+    parts = [_read_part(part, where, takes_images=takes_images) for part in content]
     if not keep_parts:
         parts = [{"type": "text", "text": image_mark} if part == IMAGE_PART else part for part in parts]
     message["content"] = parts if keep_parts else "\n".join(map(_text_of_part, parts))
 
 
-def _read_part(part: object, where: str) -> dict[str, Any]:
+def _read_part(part: object, where: str, *, takes_images: bool) -> dict[str, Any]:
     """Return a part of a message's content in the form for templates. Errors: InvalidRequestError."""
+    if takes_images and part == IMAGE_PART:
+        return dict(IMAGE_PART)
     if isinstance(part, str):
         return {"type": "text", "text": part}
     field = _TEXT_KINDS.get(str(part.get("type"))) if isinstance(part, dict) else None
@@ -127,7 +129,7 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
     if not isinstance(part, dict) or not isinstance(text, str):
         raise InvalidRequestError(
             f'{where}["content"] has a part that is not {{"type": "text", "text": ...}}: {part!r:.80}; '
-            "this model takes text only"
+            f"this model takes {'text and images' if takes_images else 'text'} only"
         )
     return part if part["type"] == "text" else {"type": "text", "text": text}
 

@@ -2,7 +2,7 @@
 
 import base64
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from frontend.http.bodies import ChatBody, Json
-from frontend.http.chat_request import render_text
+from frontend.http.chat_request import render_prompt, with_fetched
 from frontend.http.errors import HttpError
 from frontend.http.pooling import list_head, pool, receipts_of
 from frontend.http.replies.answer_format import json_bytes, raw_list
@@ -23,9 +23,10 @@ from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 
 class PoolingFields(msgspec.Struct, kw_only=True):
-    """What bodies that ask for vectors have. input: a text, texts, token ids or lists of token ids.
+    """What bodies that ask for vectors have. input: a text, texts, token ids or lists of token ids; or a list in which
+    each entry may also be {"text": ...} or {"image": ...}, Jina's form.
 
-    messages: a chat in place of an input, as one text; see ChatBody for its fields.
+    messages: a chat in place of an input, as one prompt, which may have images; see ChatBody for its fields.
     """
 
     input: Any = None
@@ -34,7 +35,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
-    add_special_tokens: bool | None = None  # None = true for an input, false for a chat
+    add_special_tokens: bool | None = None  # None = false for a chat with a template, which writes them; else true
     model: str | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -98,9 +99,11 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
 _DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
 _ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
 _FEW = 16  # most vectors written in the event loop
+#: Most images of one request in Jina's form, each of which is a prompt.
+_MOST_IMAGES = 32
 _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
-    "mm_processor_kwargs": "vectors are made of text",
+    "mm_processor_kwargs": "--image-max-pixels makes images smaller",
 }
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _classify_decoder = msgspec.json.Decoder(ClassifyBody)
@@ -157,8 +160,7 @@ async def classify(service: Service, request: Request) -> Response:
     description = service.engine.client.welcome.description
     labels = [] if description is None else description.labels
     params = PoolingParams(use_activation=_first(body.use_activation, body.activation))
-    prompts, special = await _prompts_of(service, request, body)
-    outputs = await _pool(service, request, body, prompts, params, "classify", special=special)
+    outputs = await _pool(service, request, body, params, "classify")
 
     def shown(index: int, output: PoolingRequestOutput) -> Json:
         best = int(output.outputs.data.argmax())
@@ -181,61 +183,80 @@ async def _pooled(
         text = f"encoding_format is float or base64, got {body.encoding_format!r:.40}"
         raise HttpError(400, text, param="encoding_format")
     dtype = _dtype_of(body)
-    prompts, special = await _prompts_of(service, request, body)
     name = body.prompt_name
     if body.input_type is not None:
         if name is not None:
             raise HttpError(400, "send prompt_name or input_type, one of them", param="input_type")
         name = service.tokenizer.text_prompts.name_for(body.input_type)
-    outputs = await _pool(service, request, body, prompts, params, task, prompt_name=name, special=special)
+    outputs = await _pool(service, request, body, params, task, name)
     return outputs, partial(_encoded, dtype=dtype) if body.encoding_format == "base64" else _numbers
-
-
-async def _prompts_of(service: Service, request: Request, body: PoolingFields) -> tuple[list[PromptInput], bool]:
-    """Return the prompts of a body, and whether special tokens are put around them. Errors: HttpError 400."""
-    for field, instead in _INSTEAD.items():
-        if (value := getattr(body, field)) is not None and value not in ("left", {}, False):
-            raise HttpError(400, f"{field} is not supported: {instead}", param=field)
-    if body.messages is None:
-        if body.input in (None, "", []):
-            text = "input is missing: send a text, texts, token ids or lists of token ids, or messages"
-            raise HttpError(400, text, param="input")
-        return split_prompts(body.input), body.add_special_tokens is not False
-    if body.input is not None:
-        raise HttpError(400, "send input or messages, one of them", param="input")
-    chat = ChatBody(
-        messages=body.messages,
-        add_generation_prompt=bool(body.add_generation_prompt),
-        continue_final_message=body.continue_final_message,
-        chat_template=body.chat_template,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
-    return [await render_text(service, request, chat)], bool(body.add_special_tokens)
 
 
 async def _pool(
     service: Service,
     request: Request,
     body: PoolingFields,
-    prompts: list[PromptInput],
     params: PoolingParams,
     task: PoolingTask,
-    *,
-    special: bool,
     prompt_name: str | None = None,
 ) -> list[PoolingRequestOutput]:
+    """Return the engine's answers to a body. Errors: HttpError; those of pool()."""
+    for field, instead in _INSTEAD.items():
+        if (value := getattr(body, field)) is not None and value not in ("left", {}, False):
+            raise HttpError(400, f"{field} is not supported: {instead}", param=field)
     params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    return await pool(
-        service,
-        request,
-        prompts,
-        params,
-        task,
-        body.priority or 0,
-        prompt_name,
-        add_special_tokens=special,
-        receipt=body.receipt,
-    )
+    inputs, priority = _inputs_of(body), body.priority or 0
+    is_plain = body.messages is None or (service.tokenizer.chat_template is None and body.chat_template is None)
+    async with with_fetched(service, request, [one for one in inputs if isinstance(one, ChatBody)]):
+        prompts = [
+            await render_prompt(service, request, one, is_plain=is_plain) if isinstance(one, ChatBody) else one
+            for one in inputs
+        ]
+        return await pool(
+            service,
+            request,
+            prompts,
+            params,
+            task,
+            priority,
+            prompt_name,
+            add_special_tokens=is_plain if body.add_special_tokens is None else body.add_special_tokens,
+            receipt=body.receipt,
+        )
+
+
+def _inputs_of(body: PoolingFields) -> list[PromptInput | ChatBody]:
+    """Return the prompts of a body, of which those with images are chats. Errors: HttpError 400."""
+    if body.messages is not None:
+        if body.input is not None:
+            raise HttpError(400, "send input or messages, one of them", param="input")
+        chat = ChatBody(
+            messages=body.messages,
+            add_generation_prompt=bool(body.add_generation_prompt),
+            continue_final_message=body.continue_final_message,
+            chat_template=body.chat_template,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return [chat]
+    if body.input in (None, "", []):
+        text = "input is missing: send a text, texts, token ids or lists of token ids, or messages"
+        raise HttpError(400, text, param="input")
+    inputs = [_in_parts(one) if isinstance(one, Mapping) else one for one in split_prompts(body.input)]
+    if (count := sum(isinstance(one, ChatBody) for one in inputs)) > _MOST_IMAGES:
+        raise HttpError(400, f"{count} images in one request; at most {_MOST_IMAGES} are allowed", param="input")
+    return inputs
+
+
+def _in_parts(given: Mapping[str, Any]) -> PromptInput | ChatBody:
+    """Return an entry of an input in Jina's form. Errors: HttpError 400."""
+    text, image = given.get("text"), given.get("image")
+    if len(given) != 1 or not isinstance(text or image, str):
+        text = 'an entry of input is a text, token ids, {"text": ...} or {"image": ...}: a URL, or a file in base64'
+        raise HttpError(400, f"{text}; text and images together are messages", param="input")
+    if text is not None:
+        return str(text)
+    url = str(image) if "://" in str(image) or str(image).startswith("data:") else f"data:;base64,{image}"
+    return ChatBody(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
 
 
 async def embed(service: Service, request: Request) -> Response:
