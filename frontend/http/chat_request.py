@@ -33,8 +33,6 @@ from ipc.wire.pin_messages import Pin
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
-#: As vLLM's template_basic.jinja. A message's parts have lines of their own.
-_PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _TOO_DEEP = "objects and arrays nest too deep in this body"
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field of an earlier answer
 
@@ -92,8 +90,8 @@ async def with_fetched(service: Service, request: Request, bodies: Sequence[Chat
     """Within this context the images of URLs are files in these chats, if the server fetches images and the model takes
     them. Errors: InvalidRequestError, HttpError.
     """
-    media, urls = service.shared.media, [url for body in bodies for url in urls_to_fetch(body.messages)]
-    if media is None or service.engine.images is None or not urls:
+    urls = [url for body in bodies for url in urls_to_fetch(body.messages)]
+    if not urls or (media := service.shared.media) is None or service.engine.images is None:
         yield
         return
     given = [body.messages for body in bodies]
@@ -137,21 +135,11 @@ async def render_text(service: Service, request: Request, body: ChatBody) -> str
     return await service.run(request, lambda: _rendered_text(service, body), is_long=is_long)
 
 
-async def render_prompt(service: Service, request: Request, body: ChatBody, *, is_plain: bool) -> PromptInput:
-    """Return a chat's prompt, perhaps with images. Errors: as prepare_chat().
-
-    is_plain: it is the texts and images in order, a line each, whatever the model's chat template.
-    """
+async def render_prompt(service: Service, request: Request, body: ChatBody) -> PromptInput:
+    """Return a chat's prompt, perhaps with images. Errors: as prepare_chat()."""
     _check(service, body)
-    is_long, make = has_images(body.messages) or service.brings_template(body.chat_template), _rendered
-    if is_plain:
-        make = _plain
-    return await service.run(request, lambda: make(service, body), is_long=is_long)
-
-
-def _plain(service: Service, body: ChatBody) -> PromptInput:
-    options: Any = {"add_generation_prompt": False, "tools": None, "kwargs": None, "takes_files": False}
-    return service.engine.render_chats([body.messages], chat_template=_PLAIN, **options)[0]
+    is_long = has_images(body.messages) or service.brings_template(body.chat_template)
+    return await service.run(request, lambda: _rendered(service, body), is_long=is_long)
 
 
 def _rendered(service: Service, body: ChatBody) -> PromptInput:

@@ -43,13 +43,18 @@ class TextPrompts(NamedTuple):
         name: None = the model's default, "" = none. Errors: InvalidRequestError for a name that the model does not
         have.
         """
+        instruction = self.named(name)
+        return [_after(instruction, prompt) for prompt in prompts] if instruction else list(prompts)
+
+    def named(self, name: str | None) -> str:
+        """Return the instruction with this name; "" = none. name, errors: as in before()."""
         chosen = self.default_name if name is None else name
         if not chosen:
-            return list(prompts)
+            return ""
         if chosen not in self.by_name:
             known = ", ".join(map(repr, self.by_name)) or "none"
             raise InvalidRequestError(f"prompt_name={chosen!r:.80} is not a prompt of this model; it has {known}")
-        return [_after(self.by_name[chosen], prompt) for prompt in prompts]
+        return self.by_name[chosen]
 
     def name_for(self, input_type: str) -> str:
         """Return the name of the prompt for queries, or for documents; "" if the model puts nothing before documents.

@@ -16,9 +16,10 @@ from frontend.http.pooling import list_head, pool, receipts_of
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
+from frontend.images.chat_images import take_images
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.text.prompt_forms import PromptInput
-from frontend.text.prompts import split_prompts
+from frontend.text.prompts import split_prompts, text_of
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 
@@ -35,7 +36,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
-    add_special_tokens: bool | None = None  # None = false for a chat with a template, which writes them; else true
+    add_special_tokens: bool | None = None  # None = true, but not for a chat whose template writes them
     model: str | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
@@ -206,12 +207,18 @@ async def _pool(
             raise HttpError(400, f"{field} is not supported: {instead}", param=field)
     params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
     inputs, priority = _inputs_of(body), body.priority or 0
-    is_plain = body.messages is None or (service.tokenizer.chat_template is None and body.chat_template is None)
-    async with with_fetched(service, request, [one for one in inputs if isinstance(one, ChatBody)]):
-        prompts = [
-            await render_prompt(service, request, one, is_plain=is_plain) if isinstance(one, ChatBody) else one
-            for one in inputs
-        ]
+    chats, is_chat, special = [one for one in inputs if isinstance(one, ChatBody)], body.messages is not None, True
+    if is_chat and task.endswith("embed"):  # the chat template decides where the model's prompt is
+        if instruction := service.tokenizer.text_prompts.named(prompt_name):
+            chats[0].messages = [{"role": "system", "content": instruction}, *chats[0].messages]
+        prompt_name = ""
+    render = render_prompt if is_chat else _image_alone
+    async with with_fetched(service, request, chats):
+        prompts = [await render(service, request, one) if isinstance(one, ChatBody) else one for one in inputs]
+        if is_chat:
+            special = _lacks_special_tokens(service, text_of(prompts[0]))
+        if body.add_special_tokens is not None:
+            special = body.add_special_tokens
         return await pool(
             service,
             request,
@@ -220,9 +227,29 @@ async def _pool(
             task,
             priority,
             prompt_name,
-            add_special_tokens=is_plain if body.add_special_tokens is None else body.add_special_tokens,
+            add_special_tokens=special,
             receipt=body.receipt,
         )
+
+
+async def _image_alone(service: Service, request: Request, chat: ChatBody) -> PromptInput:
+    """Return the prompt of a chat that is an image, without what a chat template writes around it."""
+    images = service.engine.images
+
+    def take() -> PromptInput:
+        taken = take_images(chat.messages, takes_files=False)[1]
+        return {"prompt": "" if images is None else images.mark, "multi_modal_data": {"image": taken}}
+
+    return await service.run(request, take, is_long=True)
+
+
+def _lacks_special_tokens(service: Service, prompt: str) -> bool:
+    """Return whether a chat template has left the special tokens around a prompt to the tokenizer.
+
+    As in transformers' processors, which are those of models with images. Templates of others write them all.
+    """
+    bos = service.tokenizer.bos_token
+    return service.engine.images is not None and not (bos and prompt.startswith(bos))
 
 
 def _inputs_of(body: PoolingFields) -> list[PromptInput | ChatBody]:

@@ -25,6 +25,12 @@ PROMPTS = {
     "document": "title: none | text: ",
     "STS": "task: sentence similarity | query: ",
 }
+#: Like the published one: parts in order with nothing between, without special tokens.
+TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|image|>{% else %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 WIDTH = 40  # of a vector
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 60, "num_hidden_layers": 2, "num_attention_heads": 2}
 _VISION |= {"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "position_embedding_size": 900}
@@ -96,7 +102,8 @@ def write_checkpoint(folder: Path, **processing: Any) -> Path:
     (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
     (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS}))
     tiny_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 700}))
+    texts = {"model_max_length": 700, "bos_token": "<bos>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(texts))
     images = {**processor().to_dict(), **processing}
     (folder / "processor_config.json").write_text(json.dumps({"image_processor": images}))
     return folder

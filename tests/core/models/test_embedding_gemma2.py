@@ -107,7 +107,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     text = build("as published")
     small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = transformers.Gemma4VisionConfig(
-        **small, intermediate_size=40, num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=30
+        **small, intermediate_size=40, num_key_value_heads=2, head_dim=16, patch_size=4, position_embedding_size=840
     )
     audio = transformers.Gemma4AudioConfig(**small, output_proj_dims=32)
     marks = {f"{name}_token_id": 297 + number for number, name in enumerate(("image", "video", "audio"))}
