@@ -15,7 +15,7 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -245,14 +245,22 @@ def private_ipc_address() -> str:
     )
 
 
-def hold_private_address(address: str) -> int:
-    """Return a file descriptor that protects this address from removal while no engine holds its lock.
+@contextlib.contextmanager
+def held_private_address() -> Iterator[str]:
+    """Yield a new private address for an owner that runs one engine after another there; it is removed at the end.
 
-    For an owner that runs one engine after another there. Closing it, or the owner's end, releases the address.
+    It is not swept up while no engine holds its lock. Errors: AddressError.
     """
-    fd = os.open(os.path.dirname(ipc_path(address)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    return fd
+    address = private_ipc_address()
+    try:
+        fd = os.open(os.path.dirname(ipc_path(address)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            yield address
+        finally:
+            os.close(fd)
+    finally:
+        remove_private_address(address)
 
 
 def _sweep(parent: str) -> None:

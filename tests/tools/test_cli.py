@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 
 from frontend.llm import LLM
-from ipc.errors import EngineDeadError
+from ipc.errors import ConfigError, EngineDeadError
 from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 from tests.placed import PREFIX, placed
 from tests.preloaded.start import EXEC
 from tools.cli import main
+from tools.commands import serve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 VOCAB = 32_000
@@ -342,3 +343,12 @@ def test_a_signal_while_starting_ends_the_server(moment: str, tmp_path: Path, mo
     _, error = server.communicate(timeout=20)
     assert server.returncode == 0
     assert "Traceback" not in error
+
+
+def test_a_server_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its private address is made before its owner file is looked at."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (not_ours := tmp_path / "notes").write_text("Buy milk.")
+    with pytest.raises(ConfigError, match="is not an owner file"):
+        serve.main(["--executor", "fake", "--http", "127.0.0.1:0", "--owner-file", str(not_ours)])
+    assert list(tmp_path.iterdir()) == [not_ours]

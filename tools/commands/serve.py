@@ -30,7 +30,7 @@ from ipc.log_lines import LogFormat, counted, log_line
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.workers import master_address, num_machines
-from ipc.wire.sockets import hold_private_address, private_ipc_address, remove_private_address
+from ipc.wire.sockets import held_private_address
 from tools.commands.control import write_owner_file
 from tools.commands.http import HttpFront, add_http_options, http_address
 from tools.flags.address import default_address, fresh_owner_file
@@ -66,15 +66,19 @@ def main(arguments: Sequence[str]) -> int:
 
         return run_node(master_address(config), parsed.node_rank, config.model)
     standby = _standby(parsed, config)
-    private = None
     if parsed.listen is None and parsed.http is not None:
-        private = private_ipc_address()  # one for all engines, one after the other
-        hold_private_address(private)  # its descriptor stays open, and so locked
-    elif parsed.listen is None:
+        with held_private_address() as address:  # one for all engines, one after the other
+            return _run(parsed, config, standby, address)
+    if parsed.listen is None:
         parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
+    return _run(parsed, config, standby, parsed.listen)
+
+
+def _run(parsed: argparse.Namespace, config: EngineConfig, standby: StandbyKind, address: str) -> int:
+    """Serve at this address; return the exit status."""
     process = EngineProcess(
         config,
-        listen=parsed.listen or private,
+        listen=address,
         start_timeout=parsed.start_timeout,
         on_phase=_phase_teller(config),
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
@@ -93,8 +97,6 @@ def main(arguments: Sequence[str]) -> int:
             return _serve(engine, stop, url, front)
     finally:
         engine.close()
-        if private is not None:
-            remove_private_address(private)
         if parsed.owner_file is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(parsed.owner_file)

@@ -6,6 +6,7 @@ lets the running answers end; a second one stops at once.
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -26,7 +27,7 @@ from frontend.http.process.options import MANY
 from ipc.errors import ConfigError
 from ipc.log_lines import counted, log_line
 from ipc.machine.memory import usable_memory_bytes
-from ipc.wire.sockets import hold_private_address, ipc_path, private_ipc_address, remove_private_address
+from ipc.wire.sockets import held_private_address, ipc_path
 from tools.commands.http import HttpFront
 from tools.service.model_cards import card_of
 from tools.service.notify import keep_watchdog, notify
@@ -48,14 +49,13 @@ def serve_models(parsed: argparse.Namespace, options: dict[str, Any], tell: Call
             raise ConfigError(f"{name} does not go together with --models")
     catalog = read_catalog(parsed.models, options)
     memory = parsed.memory or catalog.memory or int(_DEFAULT_SHARE * usable_memory_bytes())
-    addresses = {"": _held_address()}  # of the host, and of each model's engines, one after the other
+    addresses = _Addresses()
 
     def make_engine(entry: Entry, card: Card) -> SupervisedEngine:
         config = entry.config()
         if config.kv_cache_memory_bytes is None and config.num_blocks_override is None:
             config = msgspec.structs.replace(config, kv_cache_memory_bytes=card.kv_bytes)
-        address = addresses.get(entry.name) or _held_address()
-        addresses[entry.name] = address
+        address = addresses.of(entry.name)
         resume_s = parsed.resume_timeout if parsed.restarts > 0 else 0.0
         process = EngineProcess(config, listen=address, start_timeout=parsed.start_timeout, resume_s=resume_s)
         rules = RestartRules(most=max(0, parsed.restarts))
@@ -67,22 +67,25 @@ def serve_models(parsed: argparse.Namespace, options: dict[str, Any], tell: Call
     for card in host.cards.values():
         if card.problem:
             tell(f"the model {card.name!r} cannot be loaded: {card.problem}")
-    try:
-        with HttpFront(parsed, tell) as front:
-            return uvloop.run(_serve(host, front, ipc_path(addresses[""]), parsed.log_format))
-    finally:
-        for address in addresses.values():
-            remove_private_address(address)
+    with HttpFront(parsed, tell) as front:
+        return uvloop.run(_serve(host, front, addresses, parsed.log_format))
 
 
-def _held_address() -> str:
-    """Return a new private address, which stays this process's."""
-    address = private_ipc_address()
-    hold_private_address(address)  # its descriptor stays open, and so locked
-    return address
+class _Addresses(contextlib.ExitStack):
+    """The private addresses of this process: the host's, and one for each model's engines, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """Return the address of a model, or with "" the host's. Errors: AddressError."""
+        if name not in self._of:
+            self._of[name] = self.enter_context(held_private_address())
+        return self._of[name]
 
 
-async def _serve(host: ModelHost, front: HttpFront, path: str, log_format: Any) -> int:
+async def _serve(host: ModelHost, front: HttpFront, addresses: _Addresses, log_format: Any) -> int:
     loop, ended, num_signals = asyncio.get_running_loop(), asyncio.Event(), 0
 
     def on_signal() -> None:
@@ -97,18 +100,22 @@ async def _serve(host: ModelHost, front: HttpFront, path: str, log_format: Any) 
     for number in _SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             loop.add_signal_handler(number, on_signal)
-    await host.listen(path)
-    try:
-        await asyncio.to_thread(front.start, f"{MANY}{path}")
-        front.watch(loop)
-        keep_watchdog(loop)
-        print(log_line(log_format, f"engine-core: ready ({counted(len(host.cards), 'model')})", {}), flush=True)
-        print(log_line(log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
-        notify("READY=1")
-        while not ended.is_set() and not front.has_ended:
-            await asyncio.sleep(0.1)
-        has_cut = await asyncio.to_thread(front.end)
-    finally:
-        await host.close()
+    with addresses:  # made and removed while signals have handlers
+        try:
+            path = ipc_path(addresses.of(""))
+            await host.listen(path)
+            await asyncio.to_thread(front.start, f"{MANY}{path}")
+            if num_signals:
+                front.drain()  # the signal may have arrived before the worker existed
+            front.watch(loop)
+            keep_watchdog(loop)
+            print(log_line(log_format, f"engine-core: ready ({counted(len(host.cards), 'model')})", {}), flush=True)
+            print(log_line(log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
+            notify("READY=1")
+            while not ended.is_set() and not front.has_ended:
+                await asyncio.sleep(0.1)
+            has_cut = await asyncio.to_thread(front.end)
+        finally:
+            await host.close()
     sys.stdout.flush()
     return 128 + signal.SIGTERM if has_cut or num_signals > 1 else os.EX_OK

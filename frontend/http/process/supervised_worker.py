@@ -108,9 +108,7 @@ class SupervisedWorker:
     def _on_death(self) -> None:
         self._forget()
         if self._is_ending:
-            self.has_ended = True
-            for one in self._sockets:  # no process accepts there any more
-                close_http(one)
+            self._end()
             return
         how = self.worker.describe_exit()
         if not self._is_ready:
@@ -120,6 +118,11 @@ class SupervisedWorker:
         self._is_ready, self._is_killed, self._said = False, False, b""
         self._loop.call_later(max(0.0, self._spawned_at + _RETRY_S - self._loop.time()), self._spawn)
 
+    def _end(self) -> None:
+        self.has_ended = True
+        for one in self._sockets:  # no process accepts there any more
+            close_http(one)
+
     def _forget(self) -> None:
         """Stop handling events of the present worker."""
         self._loop.remove_reader(self.worker.pidfd)
@@ -128,7 +131,8 @@ class SupervisedWorker:
             self._timer.cancel()
 
     def _spawn(self) -> None:
-        if self._is_ending:
+        if self._is_ending:  # a drain found no worker
+            self._end()
             return
         self._spawned_at = self._loop.time()
         try:

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from ipc.wire import sockets
-from ipc.wire.sockets import bind_router, private_ipc_address, remove_private_address
+from ipc.wire.sockets import bind_router, held_private_address, private_ipc_address, remove_private_address
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S
 
@@ -92,20 +92,19 @@ def test_addresses_of_the_dead_are_swept_up(tmp_path: Path, monkeypatch: pytest.
     not_ours = tmp_path / f"{sockets.PRIVATE_PREFIX}notes"
     not_ours.mkdir()
     private_ipc_address()  # its owner was killed, and its engine removed its files before it ended
-    held = private_ipc_address()  # its owner lives, and the next engine is not there yet
-    holder = sockets.hold_private_address(held)
-    young = private_ipc_address()
-    for folder in tmp_path.iterdir():
-        if folder.name not in young:
-            os.utime(folder, (0, 0))
-    Path(sockets.ipc_path(young) + ".lock").touch()
-    last = private_ipc_address()
-    left = {str(one) for one in tmp_path.iterdir()}
-    assert left == {os.path.dirname(sockets.ipc_path(one)) for one in (alive.address, held, young, last)} | {
-        str(not_ours)
-    }
+    with held_private_address() as held:  # its owner lives, and the next engine is not there yet
+        young = private_ipc_address()
+        for folder in tmp_path.iterdir():
+            if folder.name not in young:
+                os.utime(folder, (0, 0))
+        Path(sockets.ipc_path(young) + ".lock").touch()
+        last = private_ipc_address()
+        left = {str(one) for one in tmp_path.iterdir()}
+        assert left == {os.path.dirname(sockets.ipc_path(one)) for one in (alive.address, held, young, last)} | {
+            str(not_ours)
+        }
+    assert not Path(sockets.ipc_path(held)).parent.exists()
     alive.close(0)
     context.term()
-    os.close(holder)
-    for address in (held, young, last):
+    for address in (young, last):
         remove_private_address(address)

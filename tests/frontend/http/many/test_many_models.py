@@ -5,6 +5,7 @@ import io
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving, wait_for
 from tests.frontend.http.stored.test_batches import answers, begin, ended, lines_of
 from tools.commands import chat as chat_command
-from tools.commands import ps, serve, stop
+from tools.commands import ps, serve, serve_models, stop
+from tools.commands.http import HttpFront
 
 OWNER = {"authorization": "Bearer owner"}
 _OF_ALL = """
@@ -334,3 +336,34 @@ def test_the_engines_survive_the_http_server(many: Caller) -> None:
     wait_for(lambda: processes(many.process.pid, "frontend.http") not in ([], [worker]))
     assert chat(many, "a").status == 200
     assert processes(many.process.pid, "core") == before
+
+
+class HeldFront(HttpFront):
+    """One whose worker is started when it has been told to end."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.is_told = threading.Event()
+
+    def start(self, address: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert self.is_told.wait(60)
+        super().start(address)
+
+    def drain(self) -> None:
+        super().drain()
+        self.is_told.set()
+
+
+def test_a_signal_before_the_http_server_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(serve_models, "HttpFront", HeldFront)
+    (tmp_path / "models.toml").write_text(table("a"))
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        assert serve.main(["--models", str(tmp_path / "models.toml"), "--http", "127.0.0.1:0"]) == 0
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert [path.name for path in tmp_path.iterdir()] == ["models.toml"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -120,6 +121,17 @@ def test_after_a_drain_none_follows(watched: Watched, is_starting: bool) -> None
     watched.close()
     assert worker.exit_status == 0
     assert len(watched.news) == int(is_starting)
+
+
+def test_a_drain_before_the_next_one_is_the_end(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervised_worker, "_RETRY_S", 1e9)
+    os.kill(watched.pid, signal.SIGKILL)
+    wait_for(lambda: watched.news != [])
+    watched.do(watched.supervised.drain)
+    watched.do(watched.supervised._spawn)
+    wait_for(lambda: watched.supervised.has_ended)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", watched.port), timeout=5)
 
 
 def test_a_death_under_streams() -> None:
