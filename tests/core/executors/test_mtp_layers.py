@@ -129,10 +129,12 @@ def probe(folder: str, methods: list[str], num_probes: int, seed: int) -> int:
     rng = np.random.default_rng(seed)
     plain = engine_of(folder, None, enable_prefix_caching=False)
     drafting = [engine_of(folder, method, num_blocks_override=34, num_drafts=4) for method in methods]
+    longest = config_of(folder, None).max_model_len
     number, known = 0, rng.integers(3, 300, 200).tolist()
     for _ in range(num_probes):
         length, words = int(rng.integers(1, 70)), rng.integers(3, 300, 60)
         prompt = [*known[: rng.integers(0, 60)], *np.resize(words[: rng.integers(2, 60)], length).tolist()]
+        prompt = prompt[: longest - 1]  # one that fills the model's length gets no token
         crowd = [[*known[: rng.integers(1, 60)], *rng.integers(3, 300, 9).tolist()] for _ in range(6)]
         options = {"temperature": float(rng.integers(0, 3)) / 2, "seed": int(rng.integers(1000)), "logprobs": 2}
         asked: list[Answer] = []

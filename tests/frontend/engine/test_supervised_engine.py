@@ -197,10 +197,11 @@ def test_a_deadline_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
-    paced = with_fake_options(FAKE, step_us=400)  # the streams last until the second kill, on any machine
+    # The streams last until the second kill, on any machine. Few long steps: after each the engine waits for a core.
+    paced = with_fake_options(FAKE, step_us=4000)
     with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
-        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
+        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
         kill(engine.process)
         epoch = kill_in_start(engine, 0)
         while client.welcome.epoch <= epoch or client.statistics().num_running < len(numbers):  # it has them all again
@@ -208,7 +209,7 @@ def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
         engine.drain()
         time.sleep(0.02)
         kill(engine.process)
-        check(client, numbers, 3000)
+        check(client, numbers, 300)
         assert wait_for_end(engine)
         assert engine.process.exit_code == 0
         client.close()
@@ -403,17 +404,17 @@ def test_upgrades_lose_nothing(num_upgrades: int, tmp_path: Path) -> None:
 
 def test_a_drain_moves_what_does_not_finish(tmp_path: Path) -> None:
     """To another service at the same address: so a supervisor is replaced, too."""
-    paced = with_fake_options(FAKE, step_us=400)  # the streams outlast the drain, on any machine
+    paced = with_fake_options(FAKE, step_us=4000)  # the streams outlast the drain, on any machine
     with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         owner = EngineClient(ZmqTransport(engine.address), owner_token=engine.process.owner_token)
-        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
+        numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
         while owner.statistics().num_running < len(numbers):  # a drain refuses what comes after it
             time.sleep(0.005)
         owner.drain(move_after=0.2)
         assert wait_for_end(engine)
         assert engine.process.exit_code == 0
         with supervised(FAKE, listen=f"ipc://{tmp_path}/s"):
-            check(client, numbers, 4000)
+            check(client, numbers, 400)
             client.close()
             owner.close()
