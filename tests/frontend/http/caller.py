@@ -4,6 +4,8 @@ import contextlib
 import http.client
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from frontend.llm import LLM
+from ipc.wire.sockets import PRIVATE_PREFIX
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -109,6 +112,7 @@ def serving(*options: str, http: str | None = "127.0.0.1:0", scheme: str = "http
     )
     assert process.stdout is not None
     assert process.stderr is not None
+    ready = ""
     try:
         ready = process.stdout.readline()
         line = process.stdout.readline()
@@ -117,12 +121,24 @@ def serving(*options: str, http: str | None = "127.0.0.1:0", scheme: str = "http
         port = line.rsplit(":", 1)[1].strip()
         yield Caller(int(port) if port.isdigit() else 0, ready.split()[3], process)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, process.stderr.read()
+        assert process.wait(60) == 0, process.stderr.read()
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
         process.stderr.close()
+        if process.returncode < 0:
+            _remove_left(ready)
+
+
+def _remove_left(ready: str) -> None:
+    """Remove the folder that a killed server leaves. Its engine, which ends too, removes files there at the same time.
+
+    Otherwise a server that was not done in time would fail its test, and then all of the process by what it left.
+    """
+    if (found := re.search(rf"ipc://(\S+/{PRIVATE_PREFIX}\w+)/", ready)) is not None:
+        while os.path.exists(found[1]):
+            shutil.rmtree(found[1], ignore_errors=True)
 
 
 def free_blocks(llm: LLM) -> int:

@@ -17,7 +17,7 @@ from frontend.http.stored.upload import MAX_OF_TENANT
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import Answer, Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
-from tests.frontend.http.stored.test_responses import DEMO, SLOW, child_of, remove_left
+from tests.frontend.http.stored.test_responses import DEMO, SLOW, child_of
 from tools.commands.batch import main
 from tools.service import remote_batch
 
@@ -322,14 +322,13 @@ def test_no_line_is_lost_doubled_or_different_under_random_kills(tmp_path: Path)
 
 
 def end_all(caller: Caller) -> None:
-    """Kill a server with its HTTP process, and remove what it leaves."""
+    """Kill a server with its HTTP process."""
     with contextlib.suppress(StopIteration):
         worker = child_of(caller, b"frontend.http")
         caller.process.kill()
         with contextlib.suppress(ProcessLookupError):  # it ends by itself too
             os.kill(worker, signal.SIGKILL)
     caller.process.kill()
-    remove_left(caller)
 
 
 def begin_again(caller: Caller) -> str:

@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -232,13 +231,6 @@ PATIENCE_S = 300  # of the soak: a server that was killed takes half a minute to
 SLOW = ("--executor-option", "step_us=4000")
 
 
-def remove_left(caller: Caller) -> None:
-    """Remove the folder that a killed server leaves. Its engine, which ends too, may do so at the same time."""
-    folder = Path(caller.connect.removeprefix("ipc://")).parent
-    while folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def child_of(caller: Caller, module: bytes) -> int:
     """Return the id of a server's process that runs this module. Errors: StopIteration if there is none."""
     children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
@@ -280,7 +272,6 @@ def begin_and_kill(*options: str) -> Any:
         with contextlib.suppress(ProcessLookupError):  # it ends by itself too
             os.kill(worker, signal.SIGKILL)
     assert found is not None
-    remove_left(caller)
     return found
 
 
