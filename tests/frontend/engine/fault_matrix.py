@@ -263,6 +263,7 @@ def _strike_standby(cell: Cell, service: Service, streams: Streams) -> None:
 
 
 def _signal(fault: str, pid: int) -> None:
+    assert pid > 0, "0 would be the tests themselves"
     for number in SIGNALS.get(fault, [signal.SIGUSR2]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

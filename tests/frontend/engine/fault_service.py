@@ -16,6 +16,7 @@ from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import Patience, undisturbed
+from tests.placed import PREFIX
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE_S = 40.0
@@ -39,9 +40,9 @@ def fault(*_):
         raise MemoryError("planted")
     while True:
         pass
-if "frontend.http" in sys.orig_argv:
+if "PLACEfrontend.http" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, fault)
-"""
+""".replace("PLACE", PREFIX)
 
 
 class Service:
@@ -94,30 +95,28 @@ class Service:
         self.process = self._spawn()
 
     def engine_pid(self, *, other_than: int = 0) -> int:
-        """Return the engine's process, or another one of its kind, as soon as there is one."""
-        end = time.monotonic() + PATIENCE_S
-        while time.monotonic() < end and self.process.poll() is None:
-            if found := [pid for pid in self._engines() if pid != other_than]:
-                return found[0]
-            time.sleep(0.002)
-        return 0
+        """Return the engine's process, or another one of its kind, as soon as there is one. Errors: AssertionError."""
+        return self._pid_of("core", other_than)
 
     def worker_pid(self, *, other_than: int = 0) -> int:
-        """Return the HTTP server's process, or another one of its kind, as soon as there is one."""
+        """Return the HTTP server's process, or another one of its kind, as engine_pid() does."""
+        return self._pid_of("frontend.http", other_than)
+
+    def _pid_of(self, package: str, other_than: int) -> int:
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end and self.process.poll() is None:
-            if found := [pid for pid in self._engines(b"-m\0frontend.http") if pid != other_than]:
+            if found := [pid for pid in self._children(f"-m\0{PREFIX}{package}\0") if pid != other_than]:
                 return found[0]
             time.sleep(0.002)
-        return 0
+        raise AssertionError(f"there is no process of {package}, other than {other_than}")
 
-    def _engines(self, words: bytes = b"-m\0core") -> list[int]:
-        """Return the processes that are an engine or a standby, or have other words in their command line."""
+    def _children(self, words: str) -> list[int]:
+        """Return the processes that it has started with these words in their command line."""
         found = []
         with contextlib.suppress(OSError):
             for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
                 pids = map(int, children.read_text().split())
-                found += [pid for pid in pids if words in Path(f"/proc/{pid}/cmdline").read_bytes()]
+                found += [pid for pid in pids if words.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return found
 
     def standby_pid(self, engine: int, *, is_prepared: bool) -> int:
@@ -134,12 +133,11 @@ class Service:
             rested = rested + 1 if worked == last and worked > 10 and fields[0] == "S" else 0
             last = worked
             time.sleep(0.03)
-        assert pid, "there is no standby"
         return pid
 
     def close(self) -> None:
         """End it, and all that it has started."""
-        engines = [] if self.process.poll() is not None else self._engines(b"-m\0")
+        engines = [] if self.process.poll() is not None else self._children("-m\0")
         for pid in (*engines, self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

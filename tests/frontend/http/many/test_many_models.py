@@ -18,6 +18,7 @@ from ipc.errors import ConfigError, EngineCoreError
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving, wait_for
 from tests.frontend.http.stored.test_batches import answers, begin, ended, lines_of
+from tests.placed import PREFIX
 from tools.commands import chat as chat_command
 from tools.commands import ps, serve, serve_models, stop
 from tools.commands.http import HttpFront
@@ -78,7 +79,7 @@ def unload(many: Caller, *names: str) -> None:
 def processes(pid: int, module: str) -> list[int]:
     """The children of a process that run a module."""
     found = [int(one) for file in Path(f"/proc/{pid}/task").glob("*/children") for one in file.read_text().split()]
-    return [one for one in found if module in Path(f"/proc/{one}/cmdline").read_bytes().decode().split("\0")]
+    return [one for one in found if PREFIX + module in Path(f"/proc/{one}/cmdline").read_bytes().decode().split("\0")]
 
 
 class Stream:

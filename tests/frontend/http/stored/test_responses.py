@@ -18,6 +18,7 @@ from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Answer, Caller, serving, wait_for
 from tests.frontend.http.conftest import FAKE
 from tests.frontend.http.openai.test_responses import TOOL, events_of
+from tests.placed import PREFIX
 
 KEYS = {"alice": "secret-a", "bob": "secret-b", "carol": "secret-c"}
 ALICE, BOB, CAROL = ({"authorization": f"Bearer {key}"} for key in KEYS.values())
@@ -231,10 +232,11 @@ PATIENCE_S = 300  # of the soak: a server that was killed takes half a minute to
 SLOW = ("--executor-option", "step_us=4000")
 
 
-def child_of(caller: Caller, module: bytes) -> int:
-    """Return the id of a server's process that runs this module. Errors: StopIteration if there is none."""
+def child_of(caller: Caller, package: bytes) -> int:
+    """Return the id of a server's process that runs this package. Errors: StopIteration if there is none."""
     children = Path(f"/proc/{caller.process.pid}/task/{caller.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if b"-m\0%b\0" % module in Path(f"/proc/{pid}/cmdline").read_bytes())
+    words = b"-m\0%b%b\0" % (PREFIX.encode(), package)
+    return next(int(pid) for pid in children if words in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def test_what_was_begun_goes_on_after_kills(tmp_path: Path) -> None:
