@@ -16,6 +16,7 @@ const env = {
   ANTHROPIC_MODEL: MODEL,
   ANTHROPIC_SMALL_FAST_MODEL: MODEL,
   CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+  CLAUDE_CODE_MAX_OUTPUT_TOKENS: "64",
 };
 try {
   const program = join(import.meta.dirname, "node_modules/.bin/claude");
