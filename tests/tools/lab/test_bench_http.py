@@ -18,9 +18,9 @@ def test_every_cost_of_http_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     config = EngineConfig(executor="fake", executor_options=fake_options(max_model_len=4096), max_num_seqs=32)
     records: dict[str, dict[str, Any]] = {one["workload"]: one for one in http.measure_http(config, rep=0)}
     assert list(records) == [
-        f"http {one}" for one in ("paced", "health", "unpaced", "short", "first token", "disconnect")
+        f"http {one}" for one in ("paced", "health", "paced again", "unpaced", "short", "first token", "disconnect")
     ]
-    assert records["http paced"]["out_tok"] == 30
+    assert records["http paced"]["out_tok"] == records["http paced again"]["out_tok"] == 30
     assert 0 < records["http paced"]["events"] <= 30 + 3  # an event for each end
     assert records["http unpaced"]["out_tok"] == 60
     assert records["http short"]["requests"] == 64
