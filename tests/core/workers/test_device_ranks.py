@@ -51,6 +51,7 @@ def of_ranks(
     return answers(config_of(folder, size, **OPTIONS, **options), disturb, sent=requests(4, max_tokens))
 
 
+@pytest.mark.checkout  # its workers are run from tests/, which no wheel has
 def test_every_bit_is_that_of_one_gpu(shallow: str) -> None:
     """Sampled tokens, log probabilities and edits, with blocks in 8 bits that are swapped, and what is measured at the
     start."""
