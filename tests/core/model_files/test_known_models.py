@@ -30,6 +30,7 @@ def test_what_runs_follows_from_the_rows() -> None:
     assert "3.6-27B, 3.8-27B" in known["Qwen3_5ForConditionalGeneration"].models
 
 
+@pytest.mark.checkout  # docs/
 def test_the_page_is_the_registry() -> None:
     """docs/known_models.md: `make map` makes it."""
     assert PAGE.read_text() == made()

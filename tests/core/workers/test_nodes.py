@@ -255,7 +255,8 @@ def test_machines_with_keys_and_streams_of_a_whole_engine(tmp_path: Path, folder
         with EngineProcess(config):
             assert "machine 1 of 2" in known.log
     finally:
-        assert [known.end(), stranger.end()] == [0, 0]
+        ends = [known.end(), stranger.end()]
+        assert ends == [0, 0], [known.log, stranger.log]
     assert "machine 1 of 2" not in stranger.log
 
 

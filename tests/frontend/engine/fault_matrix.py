@@ -20,6 +20,7 @@ from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from tests.frontend.engine.fault_service import NUM_STREAMS, PATIENCE_S, POISONS, ROOT, Service, Streams
 from tests.frontend.engine.http_streams import HttpStreams, free_port
+from tests.placed import placed
 from tools.commands.control import read_owner_file
 
 SIGNALS = {
@@ -104,7 +105,7 @@ def promise(cell: Cell) -> str:
 @contextlib.contextmanager
 def _victim_client(address: str, fault: str) -> "Iterator[subprocess.Popen[str]]":
     process = subprocess.Popen(
-        [sys.executable, "-c", _CLIENT, address, fault],
+        [sys.executable, "-c", placed(_CLIENT), address, fault],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

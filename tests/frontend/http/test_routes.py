@@ -81,6 +81,7 @@ def test_the_page_has_no_other_files(served: Caller) -> None:
         assert served.get(f"/page/{name}").status == 404, name
 
 
+@pytest.mark.checkout  # NOTICE
 def test_the_libraries_of_the_page_are_as_published() -> None:
     """Their digests are those of the packages marked 18.2.1 and dompurify 3.5.0, whose licences are next to them."""
     for name, digest in VENDORED.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.placed import PREFIX
 from tests.triton_device import ON_GPU
 from tools.lab.bench.gpu.peers import generate
 from tools.lab.bench.gpu.report import count_kernels
@@ -25,7 +26,7 @@ def test_every_kernel_of_a_models_steps_is_launched(tmp_path: Path) -> None:
     """It compiles each of them, which takes minutes: here it only names them."""
     write_tiny_model(tmp_path / "model")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "tools.lab.bench.gpu.compile_ahead", str(tmp_path / "model"), "--names"]
+    command = [sys.executable, "-m", f"{PREFIX}tools.lab.bench.gpu.compile_ahead", str(tmp_path / "model"), "--names"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {f"{name}_kernel" for name in KERNELS}
