@@ -34,6 +34,7 @@ NUM_FORMS = 4 * 2 + 1  # of two layers and the head
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[WeightForm]:
     """The form that suits the machine; by default, both."""
     form = [WeightForm.BOTH]
+    monkeypatch.setattr(f"{PREFIX}kernels.memory.weight_memory._CHUNK_BYTES", 1 << 20)  # the model is small
     monkeypatch.setattr(f"{PREFIX}core.model_files.loading.best_form", lambda *_, **options: form[-1])
     return form
 
