@@ -11,16 +11,18 @@
 #include "products/int8_block.h"
 #include "threads/pool.h"
 
-/* Only some types, since all take long to compile: rows have no sums, sums, or sums of halves. */
+/* Only some types, since all take long to compile: those whose unpacked groups or rows have another form each. */
 #undef EACH_INT8_TYPE
-#define EACH_INT8_TYPE(X, rows) X(q4_0, Q4_0, rows) X(q4_k, Q4_K, rows) X(q2_k, Q2_K, rows)
+#define EACH_INT8_TYPE(X, rows)                                                                                 \
+    X(q4_0, Q4_0, rows) X(q8_0, Q8_0, rows) X(q4_k, Q4_K, rows) X(q6_k, Q6_K, rows) X(q2_k, Q2_K, rows)         \
+    X(nvfp4_f32, NVFP4_F32, rows)
 #include "products/int8_functions.h"
 
 const Int8Functions int8_plain = INT8_FUNCTIONS;
 
-enum { PANELS = 4, COLUMNS = PANELS * PANEL_COLUMNS, TABLE = 64 * PANELS, MOST_X = 1 << 19, MOST_WEIGHTS = 1 << 21 };
+enum { PANELS = 6, COLUMNS = PANELS * PANEL_COLUMNS, TABLE = 64 * PANELS, MOST_X = 1 << 19, MOST_WEIGHTS = 1 << 23 };
 
-static const int types[PANELS] = {Q4_0, Q4_K, Q2_K, Q2_K};
+static const int types[PANELS] = {Q8_0, Q4_0, Q4_K, Q6_K, Q2_K, NVFP4_F32};
 static _Alignas(64) char weights[TABLE + MOST_WEIGHTS];
 static float x[MOST_X];
 static Int8Block blocks[MOST_X / GROUP];
@@ -47,6 +49,7 @@ static void fill(int64_t num_rows, int64_t depth) {
     for (int i = 0; i < PANELS; offset += quantized_panel_bytes(types[i], depth), i++)
         ((QuantizedPanel *)weights)[i] = (QuantizedPanel){offset, types[i], 0};
     for (int64_t i = TABLE; i < offset; i++) weights[i] = (char)(rand() >> 8 & 0x3f); /* no scale is a NaN */
+    memcpy(weights + TABLE + quantized_panel_bytes(Q8_0, depth) / 2, &(uint16_t){0x7c00}, 2); /* one is infinite */
     for (int64_t i = 0; i < num_rows * depth; i++) x[i] = (float)(rand() % 2001 - 1000) * 0.00173f;
 }
 

@@ -1,32 +1,26 @@
-/* Multiplies rows of blocks by the functions of int8.h, with unpacked groups and with packed ones, and compares every bit
- * with the definition.
+/* Multiplies rows of blocks by the functions of int8.h, with packed groups and, if they have such functions, with unpacked
+ * ones, and compares every bit with the definition.
  *
  * Exit status 0 = all rows of all types are right. test_unpacked_groups.py compiles it for each variant for ARM64.
  */
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "products/int8_functions.h"
+#include "products/int8_block.h"
 
-/* Functions of packed groups take long to compile: WITH_PACKED asks for them. */
-#ifndef WITH_PACKED
-#define WITH_PACKED 0
+/* Functions of packed groups take long to compile: ALL_TYPES asks for those of all types. */
+#ifndef ALL_TYPES
+#undef EACH_INT8_TYPE
+#define EACH_INT8_TYPE(X, rows) X(q8_0, Q8_0, rows) X(q4_k, Q4_K, rows) X(q6_k, Q6_K, rows) X(q2_k, Q2_K, rows)
 #endif
+#include "products/int8_functions.h"
 
 enum { GROUPS = 32, MOST = 8 };
 
-static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_ALL_UNPACKED;
-#if WITH_PACKED
 static const Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1] = INT8_ALL_PACKED;
-#endif
 static Int8Group groups[GROUPS];
 static Int8Block x[MOST][GROUPS];
-#if defined(NEON_I8MM)
-static PairedBlock pairs[(MOST + 1) / 2 * GROUPS];
-#endif
-#if WITH_PACKED
 static char panel[(2 * LARGE + GROUP * PANEL_COLUMNS * 2) * GROUPS];
-#endif
 
 static int random_code(int bits) { return (rand() >> 8) % (1 << bits) - (1 << (bits - 1)); }
 static float random_scale(void) { return (float)(rand() % 2001 - 1000) * 0.00173f; }
@@ -86,17 +80,6 @@ static float defined(int row, int column, int type, float sum) {
     return sum;
 }
 
-/* Have the work's rows in pairs, if this instruction set takes them so. */
-static void pair(Int8Work *work, int rows, int is_unpacked) {
-#if defined(NEON_I8MM)
-    pair_rows(pairs, work->x, work->x_stride, rows, GROUPS, pairing_of(work->type, is_unpacked));
-    work->pairs = pairs, work->pairs_step = (rows + 1) / 2;
-#else
-    (void)work, (void)rows, (void)is_unpacked;
-#endif
-}
-
-#if WITH_PACKED
 /* Write the codes and scales of a packed group to groups[g]. */
 static void read_group(int type, int g) {
     const QuantizedLayout layout = layout_of(type);
@@ -133,9 +116,8 @@ static int wrong_of_rows(int type, int rows) {
         for (int i = 0; i < layout.scale_bytes; i++) panel[group_offset(layout, g) + i] &= 0x3f;
         read_group(type, g);
     }
-    Int8Work work = {.panel = panel, .type = type, .last = GROUPS, .ahead = 64, .line_step = 64, .x = x[0],
+    const Int8Work work = {.panel = panel, .type = type, .last = GROUPS, .ahead = 64, .line_step = 64, .x = x[0],
                            .x_stride = GROUPS, .out = out[0]};
-    pair(&work, rows, 0);
     packed[rows - 1][type](&work);
     for (int row = 0; row < rows; row++)
         for (int column = 0; column < PANEL_COLUMNS; column++) {
@@ -144,9 +126,9 @@ static int wrong_of_rows(int type, int rows) {
         }
     return wrong;
 }
-#endif
-
-int main(void) {
+#if defined(INT8_ALL_UNPACKED)
+static int wrong_of_unpacked(void) {
+    static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_ALL_UNPACKED;
     static const int types[] = {Q8_0, Q4_1, Q6_K, Q2_K};
     int wrong = 0;
     for (size_t i = 0; i < sizeof types / sizeof *types; i++) {
@@ -154,9 +136,8 @@ int main(void) {
         for (int rows = 1; rows <= INT8_ROWS; rows++) {
             float out[INT8_ROWS + 1][PANEL_COLUMNS];
             for (int j = 0; j < (INT8_ROWS + 1) * PANEL_COLUMNS; j++) out[j / PANEL_COLUMNS][j % PANEL_COLUMNS] = 0.25f;
-            Int8Work work = {.panel = (const char *)groups, .type = types[i], .last = GROUPS, .x = x[0],
+            const Int8Work work = {.panel = (const char *)groups, .type = types[i], .last = GROUPS, .x = x[0],
                                    .x_stride = GROUPS, .zero_bits = 7, .out = out[0]};
-            pair(&work, rows, 1);
             functions[rows - 1][types[i]](&work);
             for (int row = 0; row <= INT8_ROWS; row++)
                 for (int column = 0; column < PANEL_COLUMNS; column++) {
@@ -166,12 +147,19 @@ int main(void) {
             printf("type %d, %d rows: %d wrong\n", types[i], rows, wrong);
         }
     }
-#if WITH_PACKED
+    return wrong;
+}
+#else
+static int wrong_of_unpacked(void) { return 0; }
+#endif
+
+int main(void) {
+    int wrong = wrong_of_unpacked();
+    fill(Q8_0);
     for (int type = 0; type <= IQ2_XXS; type++)
         for (int rows = 1; packed[0][type] && rows <= INT8_PACKED_ROWS; rows++) {
             wrong += wrong_of_rows(type, rows);
             printf("type %d, %d packed rows: %d wrong\n", type, rows, wrong);
         }
-#endif
     return wrong != 0;
 }

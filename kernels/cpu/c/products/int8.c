@@ -6,29 +6,24 @@
 #include "products/gemm_slices.h"
 #include "products/int8_amx.h"
 #include "products/int8_block.h"
-#if defined(NEON_I8MM)
-#include "products/int8_pairs.h"
-#endif
 #include "threads/pool.h"
 
 /* Rows whose sums are kept in memory during that, and blocks of x that a second level cache keeps with them. */
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
 /* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
- * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. */
-#if defined(WITH_NEON)
-enum { FEW_ROWS = 8 };
+ * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. Unpacked codes are multiplied
+ * with UNIT_ROWS rows together; up to MOST_LEFT rows that are left then take the first way too. */
+#if defined(NEON_I8MM)
+enum { FEW_ROWS = 4, UNIT_ROWS = 4, MOST_LEFT = 1 };
+#elif defined(NEON_DOT)
+enum { FEW_ROWS = 4, UNIT_ROWS = 4, MOST_LEFT = 2 };
+#elif defined(WITH_NEON)
+enum { FEW_ROWS = 8, UNIT_ROWS = 1, MOST_LEFT = 0 };
 #else
-enum { FEW_ROWS = 16 };
+enum { FEW_ROWS = 16, UNIT_ROWS = 1, MOST_LEFT = 0 };
 #endif
 enum { MOST_FEW_ROWS = VECTOR_BYTES == 64 && !HAS_AMX ? 32 : FEW_ROWS };
-
-/* Rows that the functions for unpacked codes multiply together. */
-#if defined(NEON_I8MM)
-enum { UNIT_ROWS = 2 };
-#else
-enum { UNIT_ROWS = 1 };
-#endif
 
 /* Panels that a thread takes at a time: as in gemm.c. */
 enum { PIECE = 4 };
@@ -45,16 +40,6 @@ static const Int8Functions *functions(void) {
     if (__builtin_cpu_supports("avxvnni")) return &int8_avx_vnni;
 #endif
     return &int8_plain;
-}
-
-/* Return what is added to a type's codes as they are unpacked. If bytes of any size are multiplied at the same speed,
- * all zeros become that of Q8_0, whose functions need nothing for it. Codes with a sign lose their zero. */
-static int raised_by(int type) {
-    const BlockType traits = BLOCK_TYPES[type];
-    if (HAS_SIGNED_CODES) return traits.has_minimum || is_wide(type) ? 0 : -(1 << traits.zero_bits);
-    const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
-    const int zero = HAS_SIGNED_BYTES && is_wide(type) ? 0 : 1 << traits.zero_bits;
-    return has_dot_product && !traits.has_minimum ? 128 - zero : 0;
 }
 
 /* Return the position of number k of a block among its codes. */
@@ -167,18 +152,8 @@ enum { VECTORS_TOGETHER = 1 };
 
 /* Write the codes of two steps of VECTORS_TOGETHER vectors of columns from v on. */
 INLINE void store_two_steps(uint8_t *codes, const int v, Words steps[2][PANEL_VECTORS]) {
-#if defined(NEON_I8MM) /* place_in_group() */
-    Words columns[2 * VECTORS_TOGETHER];
-#pragma GCC unroll 2
-    for (int i = 0; i < VECTORS_TOGETHER; i++) {
-        columns[2 * i] = (Words)vzip1q_u32((uint32x4_t)steps[0][i], (uint32x4_t)steps[1][i]);
-        columns[2 * i + 1] = (Words)vzip2q_u32((uint32x4_t)steps[0][i], (uint32x4_t)steps[1][i]);
-    }
-    store_row(codes + v * 2 * VECTOR_BYTES, columns, 2 * VECTORS_TOGETHER);
-#else
     store_row(codes + v * VECTOR_BYTES, steps[0], VECTORS_TOGETHER);
     store_row(codes + ROW_BYTES + v * VECTOR_BYTES, steps[1], VECTORS_TOGETHER);
-#endif
 }
 
 /* Unpack the codes of some vectors from vector v on, and add `raised` to each. */
@@ -227,67 +202,17 @@ void int8_unpack(const Int8Work *work, Int8Group *to) {
     switch (function_type_of(work->type)) { EACH_INT8_TYPE(UNPACK, ) }
 }
 
-/* Rows of x that are multiplied with some panels, one after the other. With SMMLA a thread's room has their blocks in
- * pairs, of all groups if they fit. */
-typedef struct {
-    int64_t begin, end;
-    int pairing; /* of what the room has; NOT_PAIRED = nothing */
-} Chunk;
 
-enum { NOT_PAIRED = -1 };
-
-#if defined(NEON_I8MM)
-enum { ROOM = MOST_BLOCKS / 2 };
-_Static_assert(ROOM >= MOST_ROWS / 2 * SLICE_GROUPS, "a slice of all rows fits");
-
-/* A thread's room is allocated with all else that the library keeps for it. */
-static _Thread_local PairedBlock room[ROOM];
-
-/* Have the rows of some work in pairs: those from `row` on, an even number from the chunk's first one. */
-static void pair_work(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int64_t num_rows, int is_unpacked) {
-    const int64_t groups = args->depth / GROUP, pairs = (chunk->end - chunk->begin + 1) / 2;
-    const int type = function_type_of(work->type), pairing = pairing_of(type, is_unpacked);
-    if (pairs * groups > ROOM) {
-        pair_rows(room, work->x, work->x_stride, num_rows, work->last - work->first, pairing);
-        chunk->pairing = NOT_PAIRED, work->pairs = room, work->pairs_step = (num_rows + 1) / 2;
-        return;
-    }
-    if (chunk->pairing != pairing) {
-        const Int8Block *x = (const Int8Block *)args->quantized + chunk->begin * args->quantized_stride;
-        pair_rows(room, x, args->quantized_stride, chunk->end - chunk->begin, groups, pairing);
-        chunk->pairing = pairing;
-    }
-    work->pairs = room + work->first * pairs + (row - chunk->begin) / 2, work->pairs_step = pairs;
-}
-
-/* Multiply with a packed panel by pairs: in one go, or as many groups at a time as fit the room. */
-static void multiply_packed_pairs(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int rows) {
-    const int64_t groups = work->last, fitting = (rows + 1) / 2 * groups <= ROOM ? groups : ROOM / ROW_PAIRS;
-    for (; work->first < groups; work->first += fitting, work->x += fitting) {
-        work->last = work->first + fitting < groups ? work->first + fitting : groups;
-        pair_work(args, chunk, work, row, rows, 0);
-        functions()->packed[rows - 1][function_type_of(work->type)](work);
-    }
-}
-#else
-static void pair_work(const Gemm *args, Chunk *chunk, Int8Work *work, int64_t row, int64_t num_rows, int is_unpacked) {
-    (void)args, (void)chunk, (void)work, (void)row, (void)num_rows, (void)is_unpacked;
-}
-#endif
-
-/* Multiply at most MOST_FEW_ROWS rows with a panel, whose codes are unpacked in registers, a part of the rows after the
- * other. Each of several parts prefetches its share of the next panel's lines, so memory is never idle. */
-static void multiply_few(const Gemm *args, Chunk *chunk, int64_t panel) {
-    const int64_t row = chunk->begin;
-    const int num_rows = (int)(chunk->end - row);
+/* Write the sums of at most MOST_FEW_ROWS rows with a panel, whose codes are unpacked in registers, a part of the rows
+ * after the other. Each of several parts prefetches its share of the next panel's lines, so memory is never idle. */
+static void sum_few(const Gemm *args, int64_t row, int num_rows, int64_t panel, float *sums) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int num_parts = (num_rows + INT8_PACKED_ROWS - 1) / INT8_PACKED_ROWS;
     const int64_t panel_bytes = quantized_panel_bytes(entry->type, args->depth);
-    _Alignas(64) float sums[MOST_FEW_ROWS * PANEL_COLUMNS];
     memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
     for (int i = 0; i < num_parts; i++) {
         const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
-        Int8Work work = {
+        const Int8Work work = {
             .panel = (const char *)args->weights + entry->offset,
             .type = entry->type,
             .last = args->depth / GROUP,
@@ -298,15 +223,41 @@ static void multiply_few(const Gemm *args, Chunk *chunk, int64_t panel) {
             .x_stride = args->quantized_stride,
             .out = sums + begin * PANEL_COLUMNS,
         };
-#if defined(NEON_I8MM)
-        if (rows > LANE_ROWS) {
-            multiply_packed_pairs(args, chunk, &work, row, rows);
-            continue;
-        }
-#endif
         functions()->packed[rows - 1][function_type_of(entry->type)](&work);
     }
+}
+
+static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
+    _Alignas(64) float sums[MOST_FEW_ROWS * PANEL_COLUMNS];
+    sum_few(args, row, num_rows, panel, sums);
     gemm_store_panel(args, sums, row, num_rows, panel);
+}
+
+#if defined(NEON_DOT)
+static int is_finite(const float row[PANEL_COLUMNS]) {
+    Floats zeros = {0};
+#pragma GCC unroll 8
+    for (int i = 0; i < PANEL_COLUMNS; i += LANES) zeros = multiply_add(load_floats(row + i), (Floats){0}, zeros);
+    return vmaxvq_f32((float32x4_t)zeros) == 0;
+}
+
+/* Multiply at most MOST_ROWS rows with a panel, whose codes are unpacked slice by slice. */
+static void multiply_many(const Gemm *args, Int8Chunk *chunk, int64_t row, int num_rows, int64_t panel) {
+    _Alignas(64) float sums[MOST_ROWS * PANEL_COLUMNS];
+    int8_four_rows(args, chunk, row, num_rows, panel, sums);
+    for (int i = 0; i < num_rows; i++)
+        if (!is_finite(sums + i * PANEL_COLUMNS)) sum_few(args, row + i, 1, panel, sums + i * PANEL_COLUMNS);
+    gemm_store_panel(args, sums, row, num_rows, panel);
+}
+#else
+/* Return what is added to a type's codes as they are unpacked. If bytes of any size are multiplied at the same speed,
+ * all zeros become that of Q8_0, whose functions need nothing for it. Codes with a sign lose their zero. */
+static int raised_by(int type) {
+    const BlockType traits = BLOCK_TYPES[type];
+    if (HAS_SIGNED_CODES) return traits.has_minimum || is_wide(type) ? 0 : -(1 << traits.zero_bits);
+    const int has_dot_product = functions() != &int8_plain || HAS_DOT_PRODUCT;
+    const int zero = HAS_SIGNED_BYTES && is_wide(type) ? 0 : 1 << traits.zero_bits;
+    return has_dot_product && !traits.has_minimum ? 128 - zero : 0;
 }
 
 /* Return how many rows are multiplied with unpacked groups at once. While the second half of a group is multiplied, values
@@ -317,7 +268,6 @@ static int most_rows(int type) { return VECTOR_BYTES == 64 && has_halves(type) ?
  * to the second level cache. */
 static void multiply_slice(const Int8Work *slice, int num_rows, int type, const char *ahead, int64_t ahead_bytes) {
     const int most = most_rows(type), num_parts = HAS_AMX ? 1 : (num_rows + most - 1) / most;
-    const int units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
     for (int i = 0; i < num_parts; i++) {
         for (int64_t line = ahead_bytes * i / num_parts; line < ahead_bytes * (i + 1) / num_parts; line += 64)
             __builtin_prefetch(ahead + line, 0, 2);
@@ -325,20 +275,17 @@ static void multiply_slice(const Int8Work *slice, int num_rows, int type, const 
             int8_multiply_amx(slice, num_rows, type);
             return;
         }
-        const int begin = units * i / num_parts * UNIT_ROWS, end = units * (i + 1) / num_parts * UNIT_ROWS;
-        const int rows = (end < num_rows ? end : num_rows) - begin;
+        const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
         Int8Work work = *slice;
         work.x += begin * work.x_stride;
-#if defined(NEON_I8MM)
-        work.pairs += begin / 2;
-#endif
         work.out += begin * PANEL_COLUMNS;
         functions()->unpacked[rows - 1][function_type_of(type)](&work);
     }
 }
 
 /* Multiply at most MOST_ROWS rows with a panel, whose codes are unpacked slice by slice. */
-static void multiply_many(const Gemm *args, Chunk *chunk, int64_t row, int num_rows, int64_t panel) {
+static void multiply_many(const Gemm *args, Int8Chunk *chunk, int64_t row, int num_rows, int64_t panel) {
+    (void)chunk;
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const int64_t blocks = args->depth / GROUP;
     const int raised = raised_by(entry->type);
@@ -360,13 +307,14 @@ static void multiply_many(const Gemm *args, Chunk *chunk, int64_t row, int num_r
             .out = sums,
         };
         int8_unpack(&work, slice);
-        pair_work(args, chunk, &work, row, num_rows, 1);
         work.panel = (const char *)slice;
         const char *ahead = (const char *)args->weights + entry->offset + group_offset(layout, last);
         multiply_slice(&work, num_rows, raised && !has_halves(entry->type) ? Q8_0 : entry->type, ahead, (int64_t)layout.group_bytes * SLICE_GROUPS);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
+
+#endif
 
 /* Multiply rows with a panel in bfloat16. */
 static void multiply_whole(const Gemm *args, int64_t begin, int64_t end, int64_t panel) {
@@ -380,21 +328,20 @@ static void multiply_whole(const Gemm *args, int64_t begin, int64_t end, int64_t
         quantized_multiply(&stored, begin, end, panel, panel + 1);
 }
 
-static void multiply_panel(const Gemm *args, Chunk *chunk, int64_t panel) {
-    const int64_t begin = chunk->begin, num_rows = chunk->end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int64_t units = (num_rows + UNIT_ROWS - 1) / UNIT_ROWS;
+static void multiply_panel(const Gemm *args, Int8Chunk *chunk, int64_t panel) {
+    const int64_t begin = chunk->begin, num_rows = chunk->end - begin;
     const int32_t type = quantized_panel(args->weights, panel)->type;
     if (type == WHOLE_PANEL) {
         multiply_whole(args, begin, chunk->end, panel);
         return;
     }
-    if (num_rows <= (BLOCK_TYPES[type].scales == FLOATS ? MOST_FEW_ROWS : FEW_ROWS)) {
-        multiply_few(args, chunk, panel);
-        return;
-    }
+    const int few = BLOCK_TYPES[type].scales == FLOATS ? MOST_FEW_ROWS : FEW_ROWS, rest = (int)(num_rows % UNIT_ROWS);
+    const int left = num_rows <= few ? (int)num_rows : rest <= MOST_LEFT ? rest : 0;
+    const int64_t many = num_rows - left, units = (many + UNIT_ROWS - 1) / UNIT_ROWS, num_parts = (many + MOST_ROWS - 1) / MOST_ROWS;
+    if (left) multiply_few(args, chunk->end - left, left, panel);
     for (int64_t i = 0; i < num_parts; i++) {
         const int64_t row = units * i / num_parts * UNIT_ROWS, end = units * (i + 1) / num_parts * UNIT_ROWS;
-        multiply_many(args, chunk, begin + row, (int)((end < num_rows ? end : num_rows) - row), panel);
+        multiply_many(args, chunk, begin + row, (int)((end < many ? end : many) - row), panel);
     }
 }
 
@@ -404,13 +351,13 @@ static void multiply_rows(const Gemm *args, int64_t begin, int64_t end) {
     if (chunk_rows < MOST_ROWS) chunk_rows = MOST_ROWS;
     const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
     for (int64_t i = 0; i < num_chunks; i++) {
-        Chunk chunk = {begin + num_rows * i / num_chunks, begin + num_rows * (i + 1) / num_chunks, NOT_PAIRED};
+        Int8Chunk chunk = {begin + num_rows * i / num_chunks, begin + num_rows * (i + 1) / num_chunks, NO_FORM};
         for (int64_t panel = 0; panel < num_panels(args); panel++) multiply_panel(args, &chunk, panel);
     }
 }
 
 void int8_panels(const Gemm *args, int64_t first, int64_t last) {
-    Chunk chunk = {0, args->num_rows, NOT_PAIRED};
+    Int8Chunk chunk = {0, args->num_rows, NO_FORM};
     for (; first < last; first++) multiply_panel(args, &chunk, first);
 }
 

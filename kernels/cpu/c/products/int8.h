@@ -38,8 +38,6 @@ typedef struct {
     int32_t first_line, line_step; /* bytes, to the cache lines of that group which are prefetched */
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
-    const struct PairedBlock *pairs; /* the same rows' blocks as SMMLA takes them (int8_pairs.h), if it is used */
-    int64_t pairs_step;              /* of those, from group to group */
     int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits, 128 for functions of Q8_0; without a minimum.
                         * NEON takes it off as codes are unpacked */
     int32_t raised_by; /* what is added to codes as they are unpacked */
@@ -53,10 +51,8 @@ typedef struct {
 } Int8Group;
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. With AVX2's 16 registers, two vectors of
- * four rows take fewer loads than one of six. */
-#if defined(NEON_I8MM)
-enum { INT8_PACKED_ROWS = 8, INT8_ROWS = 6 };
-#elif defined(NEON_DOT) || (defined(__AVX2__) && !defined(__AVX512F__))
+ * four rows take fewer loads than one of six. SDOT has its own way to multiply unpacked codes (int8_four_rows.c). */
+#if defined(NEON_DOT) || (defined(__AVX2__) && !defined(__AVX512F__))
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 4 };
 #else
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
@@ -65,12 +61,26 @@ enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
 typedef void (*Int8Function)(const Int8Work *work);
 typedef struct {
     Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1]; /* [rows - 1][function_type_of()] */
+#if !defined(NEON_DOT)
     Int8Function unpacked[INT8_ROWS][IQ2_XXS + 1]; /* the same; types that differ in `zero` only share one */
+#endif
 } Int8Functions;
 
 /* Made of the same source for three instruction sets; `int8_vnni` is used if the CPU has AVX512_VNNI, and
  * `int8_avx_vnni` by the variant avx2 if it has AVX_VNNI. */
 extern const Int8Functions int8_plain, int8_vnni, int8_avx_vnni;
+
+/* Rows of x that are multiplied with some panels, one after the other. */
+typedef struct {
+    int64_t begin, end;
+    int form; /* in which a thread's room has them (int8_four_rows.c) */
+} Int8Chunk;
+
+enum { NO_FORM = -1 };
+
+/* Write the sums of some rows of a chunk with a panel, [num_rows, up to a multiple of four][PANEL_COLUMNS], where `row` is
+ * a multiple of four from its first one. A sum that is not finite may be wrong. Of neon_dot and neon_bf16. */
+void int8_four_rows(const Gemm *args, Int8Chunk *chunk, int64_t row, int64_t num_rows, int64_t panel, float *sums);
 
 /* Multiply a thread's share: as gemm_part(), with args->packing INT8_WEIGHTS. args->quantized is written. */
 void int8_part(const Gemm *args, int thread, int num_threads);

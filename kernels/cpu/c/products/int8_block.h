@@ -51,13 +51,9 @@ enum { HAS_DOT_PRODUCT = 0 };
 /* Return what changes codes of eight bits without a sign to those that products take. */
 INLINE uint32_t sign_bits(const int type) { return HAS_SIGNED_BYTES && is_wide(type) ? 0x80808080 : 0; }
 
-/* Return where an Int8Group has code k of a column. With SMMLA a vector has eight codes of each of two columns. */
+/* Return where an Int8Group has code k of a column. */
 INLINE int place_in_group(const int k, const int column) {
-#if defined(NEON_I8MM)
-    return k / 8 * 2 * ROW_BYTES + column * 8 + k % 2 * 4 + k % 8 / 2;
-#else
     return (k / 8 * 2 + k % 2) * ROW_BYTES + column * 4 + k % 8 / 2;
-#endif
 }
 
 typedef uint8_t AllBytes __attribute__((vector_size(VECTOR_BYTES)));

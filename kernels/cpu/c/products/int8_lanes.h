@@ -29,14 +29,6 @@ INLINE LoadedBlock load_block(const Int8Block **at) {
     return x;
 }
 
-/* The same, in fewer instructions, which suits loops that need few other registers. */
-INLINE LoadedBlock load_next_block(const Int8Block **at) {
-    LoadedBlock x;
-    __asm__("ldp %q0, %q1, [%2], #48" : "=&w"(x.codes[0]), "=&w"(x.codes[1]), "+r"(*at) : "m"((*at)->codes));
-    x.rest = (Words)vld1q_u32((const uint32_t *)&(*at)[-1].scale);
-    return x;
-}
-
 /* Vectors of columns of a pass. */
 INLINE int lane_vectors(const int rows) { return rows == 1 ? PANEL_VECTORS : rows == 2 ? 4 : 2; }
 
@@ -49,9 +41,9 @@ INLINE Signed sum_of_block(const LoadedBlock *x, const int half, const int type)
 }
 
 /* Return what sums of products with a row's block begin with: what the zero of the codes takes off. */
-INLINE Signed zeros_of_block(const LoadedBlock *x, const int half, const int type, const int is_unpacked) {
+INLINE Signed zeros_of_block(const LoadedBlock *x, const int half, const int type) {
     const int zero_bits = BLOCK_TYPES[type].zero_bits;
-    if (has_minimum(type) || is_unpacked || is_wide(type)) return (Signed){0};
+    if (has_minimum(type) || is_wide(type)) return (Signed){0};
     if (has_halves(type)) return -(sum_of_block(x, half, type) << zero_bits);
     return (Signed)vdupq_laneq_s32((int32x4_t)((Signed)x->rest >> (7 - zero_bits)), ZEROS_LANE);
 }
@@ -76,31 +68,26 @@ INLINE Signed add_codes(Signed sum, const Words codes, const Words x, const int 
     }
 }
 
-/* A group, from a vector of columns on. */
+/* A packed group, from a vector of columns on. */
 typedef struct {
-    const char *head, *group; /* if it is packed */
-    const char *codes;        /* the same, for SMMLA: of the first vector */
-    const Int8Group *unpacked, *scales; /* if it is not: where its codes and where its scales begin */
+    const char *head, *group;
     const OwnParts *own;
     int v;
     const float *factors; /* of load_factors() */
 } GroupPlace;
 
 /* Its scales are loaded after the products: before, the sums need all registers. */
-INLINE Scales scales_of_place(const GroupPlace *place, const int i, const int type, const int is_unpacked) {
-    if (is_unpacked) return scales_of_unpacked(place->scales, place->v + i);
+INLINE Scales scales_of_place(const GroupPlace *place, const int i, const int type) {
     return load_scales(place->head, place->group, place->v + i, place->own->unit, type);
 }
 
 /* Add the products of steps s and s + 1, whose codes of x are lanes s % 4 and s % 4 + 1. */
 INLINE void add_two_steps(Signed sums[LANE_ROWS][PANEL_VECTORS], const GroupPlace *place,
-                          const LoadedBlock x[LANE_ROWS], const int s, const int rows, const int type,
-                          const int is_unpacked) {
-    const char *at = is_unpacked ? (const char *)place->unpacked->codes : place->group + layout_of(type).scale_bytes;
-    const Table levels = is_unpacked ? (Table){0} : place->own->levels;
-    const int in_place = rows > 2 && !is_unpacked && !has_minimum(type);
+                          const LoadedBlock x[LANE_ROWS], const int s, const int rows, const int type) {
+    const char *at = place->group + layout_of(type).scale_bytes + place->v * VECTOR_BYTES;
+    const int in_place = rows > 2 && !has_minimum(type);
     Words codes[2][PANEL_VECTORS];
-    load_two_steps(codes, at + place->v * VECTOR_BYTES, s, levels, type, is_unpacked, lane_vectors(rows));
+    codes_of_two_steps(codes, at, s, place->own->levels, type, lane_vectors(rows));
 #pragma GCC unroll 2
     for (int step = 0; step < 2; step++)
 #pragma GCC unroll 8
@@ -112,20 +99,19 @@ INLINE void add_two_steps(Signed sums[LANE_ROWS][PANEL_VECTORS], const GroupPlac
 
 /* Add the products of one half of a group (of types without halves of all of it), scaled, to values. */
 INLINE void add_half_by_lanes(Floats values[LANE_ROWS][PANEL_VECTORS], const GroupPlace *place,
-                              const LoadedBlock x[LANE_ROWS], const int half, const int rows, const int type,
-                              const int is_unpacked) {
+                              const LoadedBlock x[LANE_ROWS], const int half, const int rows, const int type) {
     const int count = has_halves(type) ? 4 : 8;
     Signed sums[LANE_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 4
     for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
-        for (int i = 0; i < lane_vectors(rows); i++) sums[row][i] = zeros_of_block(&x[row], half, type, is_unpacked);
+        for (int i = 0; i < lane_vectors(rows); i++) sums[row][i] = zeros_of_block(&x[row], half, type);
 #pragma GCC unroll 8
     for (int step = 0; step < count; step += 2)
-        add_two_steps(sums, place, x, half * count + step, rows, type, is_unpacked);
+        add_two_steps(sums, place, x, half * count + step, rows, type);
 #pragma GCC unroll 8
     for (int i = 0; i < lane_vectors(rows); i++) {
-        const Floats scale = scales_of_place(place, i, type, is_unpacked).scale[half];
+        const Floats scale = scales_of_place(place, i, type).scale[half];
 #pragma GCC unroll 4
         for (int row = 0; row < rows; row++) {
             const Floats value = __builtin_convertvector(sums[row][i], Floats) * scale;
@@ -146,14 +132,13 @@ INLINE Floats with_minima_by_lanes(Floats value, const LoadedBlock *x, const Flo
 
 /* Add a group's values to the rows' results. */
 INLINE void multiply_group_by_lanes(Floats out[LANE_ROWS][PANEL_VECTORS], const GroupPlace *place,
-                                    const LoadedBlock x[LANE_ROWS], const int rows, const int type,
-                                    const int is_unpacked) {
+                                    const LoadedBlock x[LANE_ROWS], const int rows, const int type) {
     Floats values[LANE_ROWS][PANEL_VECTORS];
-    add_half_by_lanes(values, place, x, 0, rows, type, is_unpacked);
-    if (has_halves(type)) add_half_by_lanes(values, place, x, 1, rows, type, is_unpacked);
+    add_half_by_lanes(values, place, x, 0, rows, type);
+    if (has_halves(type)) add_half_by_lanes(values, place, x, 1, rows, type);
 #pragma GCC unroll 8
     for (int i = 0; i < lane_vectors(rows); i++) {
-        const Scales scales = scales_of_place(place, i, type, is_unpacked);
+        const Scales scales = scales_of_place(place, i, type);
 #pragma GCC unroll 4
         for (int row = 0; row < rows; row++) {
             const Floats value = with_minima_by_lanes(values[row][i], &x[row], scales.minimum, type);
@@ -164,9 +149,9 @@ INLINE void multiply_group_by_lanes(Floats out[LANE_ROWS][PANEL_VECTORS], const 
 }
 
 /* Whether one row is multiplied with a packed group by all_columns_of_group(). */
-INLINE int has_all_columns(const int rows, const int type, const int is_unpacked) {
+INLINE int has_all_columns(const int rows, const int type) {
     const int planes = planes_of(type), scales = BLOCK_TYPES[type].scales;
-    return rows == 1 && !is_unpacked && !has_levels(type) && (scales == FLOATS || scales == UNSIGNED) &&
+    return rows == 1 && !has_levels(type) && (scales == FLOATS || scales == UNSIGNED) &&
            (planes == FOURS || planes == BYTES);
 }
 
@@ -215,7 +200,7 @@ INLINE void sum_all_columns(Signed sums[PANEL_VECTORS], const GroupPlace *place,
     else
         __asm__(EACH_SUM(BEGIN_WITH_ZEROS) ALL_FOURS
                 : SUMS_OF_COLUMNS, [c] "=&w"(c), [d] "=&w"(d)
-                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK, "7"(zeros_of_block(x, 0, type, 0)));
+                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK, "7"(zeros_of_block(x, 0, type)));
 }
 
 /* Write the factors of a head's UNSIGNED scales, then those of its minima. A byte as a float16 is 2 ** -24 of its number. */
@@ -262,33 +247,12 @@ INLINE void all_columns_of_group(Floats out[PANEL_VECTORS], const GroupPlace *pl
     }
 }
 
-/* Load the rows' blocks, and let `at` point to the next ones. */
-INLINE void load_blocks(LoadedBlock x[LANE_ROWS], const Int8Block *at[LANE_ROWS], const int rows,
-                        const int is_unpacked) {
-#pragma GCC unroll 4
-    for (int row = 0; row < rows; row++) x[row] = is_unpacked ? load_next_block(&at[row]) : load_block(&at[row]);
-}
-
-/* Multiply with unpacked groups, from vector v of columns on. */
-INLINE void pass_over_unpacked(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Work *work,
-                               const Int8Block *at[LANE_ROWS], const int v, const int rows, const int type) {
-    const char *group = work->panel + v * VECTOR_BYTES, *end = group + (work->last - work->first) * sizeof(Int8Group);
-#pragma GCC unroll 1
-    for (; group < end; group += sizeof(Int8Group)) {
-        __asm__("" : "+r"(group)); /* so that codes and scales are offsets from it */
-        const GroupPlace place = {.unpacked = (const Int8Group *)group, .scales = (const Int8Group *)group};
-        LoadedBlock x[LANE_ROWS];
-        load_blocks(x, at, rows, 1);
-        multiply_group_by_lanes(out, &place, x, rows, type, 1);
-    }
-}
-
 /* Multiply with all groups of a packed panel. The compiler loads the factors of a block's scales once. */
 INLINE void pass_over_packed(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Work *work, const OwnParts *own,
                              const Int8Block *at[LANE_ROWS], const int v, const int rows, const int type) {
     const QuantizedLayout layout = layout_of(type);
     const char *head = work->panel, *end = work->panel + head_offset(layout, work->last);
-    const int has_factors = has_all_columns(rows, type, 0) && BLOCK_TYPES[type].scales == UNSIGNED;
+    const int has_factors = has_all_columns(rows, type) && BLOCK_TYPES[type].scales == UNSIGNED;
     float factors[2 * PANEL_COLUMNS];
 #pragma GCC unroll 1
     while (head < end) {
@@ -299,19 +263,20 @@ INLINE void pass_over_packed(Floats out[LANE_ROWS][PANEL_VECTORS], const Int8Wor
             if (v == 0) prefetch_codes(work, group, layout.group_bytes, rows);
             const GroupPlace place = {.head = head, .group = group, .own = own, .v = v, .factors = factors};
             LoadedBlock x[LANE_ROWS];
-            load_blocks(x, at, rows, 0);
-            if (has_all_columns(rows, type, 0))
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; row++) x[row] = load_block(&at[row]);
+            if (has_all_columns(rows, type))
                 all_columns_of_group(out[0], &place, &x[0], type);
             else
-                multiply_group_by_lanes(out, &place, x, rows, type, 0);
+                multiply_group_by_lanes(out, &place, x, rows, type);
         }
         head = next;
     }
 }
 
-/* Multiply some rows with unpacked groups, or with a whole panel. */
-INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int type, const int is_unpacked) {
-    const OwnParts own = is_unpacked ? (OwnParts){.unit = 1.0f} : own_parts(work->type, type);
+/* Multiply some rows with a whole panel. */
+INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int type) {
+    const OwnParts own = own_parts(work->type, type);
     const int count = lane_vectors(rows);
     float *const sums = work->out;
     for (int v = 0; v < PANEL_VECTORS; v += count) {
@@ -324,10 +289,7 @@ INLINE void multiply_by_lanes(const Int8Work *work, const int rows, const int ty
             for (int i = 0; i < count; i++)
                 out[row][i] = load_floats(sums + row * PANEL_COLUMNS + (v + i) * LANES);
         }
-        if (is_unpacked)
-            pass_over_unpacked(out, work, at, v, rows, type);
-        else
-            pass_over_packed(out, work, &own, at, v, rows, type);
+        pass_over_packed(out, work, &own, at, v, rows, type);
 #pragma GCC unroll 4
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 8
