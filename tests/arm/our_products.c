@@ -38,7 +38,7 @@ int main(int count, char **arguments) {
     } cases[] = {
         {"BF16", WHOLE_PANEL, WHOLE_WEIGHTS},  {"Q4_0", Q4_0, QUANTIZED_WEIGHTS},   {"Q8_0", Q8_0, QUANTIZED_WEIGHTS},
         {"Q4_K", Q4_K, QUANTIZED_WEIGHTS},     {"Q4_0 in 8 bits", Q4_0, INT8_WEIGHTS}, {"Q8_0 in 8 bits", Q8_0, INT8_WEIGHTS},
-        {"Q4_K in 8 bits", Q4_K, INT8_WEIGHTS},
+        {"Q4_K in 8 bits", Q4_K, INT8_WEIGHTS}, {"Q6_K in 8 bits", Q6_K, INT8_WEIGHTS},
     };
     static const int rows[] = {1, 8, 32};
     void *library = count == 2 ? dlopen(arguments[1], RTLD_NOW) : NULL;

@@ -17,7 +17,8 @@ import numpy as np
 
 COLUMNS, DEPTH = 1024, 2048
 ROWS = (1, 8, 32)
-TYPES = ("BF16", "Q4_0", "Q8_0", "Q4_K")
+TYPES = ("BF16", "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_BLOCKS = {"Q4_K": (144, slice(0, 4)), "Q6_K": (210, slice(208, 210))}  # bytes, and which are float16 factors
 _MARK = 1000000  # MARK of instructions.c
 
 Product = Callable[[], Any]
@@ -37,10 +38,11 @@ def weights_of(name: str) -> np.ndarray[Any, Any]:
     """Return rows of a type's blocks, uint8 [COLUMNS, bytes of a row]."""
     weights = np.random.default_rng(1).standard_normal((COLUMNS, DEPTH), np.float32) * np.float32(0.05)
     kind = gguf.GGMLQuantizationType[name]
-    if name != "Q4_K":
+    if name not in _BLOCKS:
         return np.ascontiguousarray(gguf.quantize(weights, kind).view(np.uint8).reshape(COLUMNS, -1))
-    blocks = np.random.default_rng(2).integers(0, 256, (COLUMNS * DEPTH // 256, 144), np.uint8)
-    blocks[:, :4] = np.frombuffer(np.array([0.001, 0.001], np.float16).tobytes(), np.uint8)  # scale and minimum
+    num_bytes, factors = _BLOCKS[name]
+    blocks = np.random.default_rng(2).integers(0, 256, (COLUMNS * DEPTH // 256, num_bytes), np.uint8)
+    blocks[:, factors] = np.resize(np.frombuffer(np.float16(0.001).tobytes(), np.uint8), factors.stop - factors.start)
     return blocks.reshape(COLUMNS, -1)
 
 

@@ -13,11 +13,12 @@ enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
 /* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
  * memory is faster. MOST_FEW_ROWS: of types whose scales are just loaded, with AVX-512. Unpacked codes are multiplied
- * with UNIT_ROWS rows together; up to MOST_LEFT rows that are left then take the first way too. */
+ * with UNIT_ROWS rows together; up to MOST_LEFT rows that are left then take the first way too, unless the type has
+ * halves. */
 #if defined(NEON_I8MM)
-enum { FEW_ROWS = 4, UNIT_ROWS = 4, MOST_LEFT = 1 };
+enum { FEW_ROWS = 2, UNIT_ROWS = 4, MOST_LEFT = 1 };
 #elif defined(NEON_DOT)
-enum { FEW_ROWS = 4, UNIT_ROWS = 4, MOST_LEFT = 2 };
+enum { FEW_ROWS = 3, UNIT_ROWS = 4, MOST_LEFT = 2 };
 #elif defined(WITH_NEON)
 enum { FEW_ROWS = 8, UNIT_ROWS = 1, MOST_LEFT = 0 };
 #else
@@ -336,7 +337,7 @@ static void multiply_panel(const Gemm *args, Int8Chunk *chunk, int64_t panel) {
         return;
     }
     const int few = BLOCK_TYPES[type].scales == FLOATS ? MOST_FEW_ROWS : FEW_ROWS, rest = (int)(num_rows % UNIT_ROWS);
-    const int left = num_rows <= few ? (int)num_rows : rest <= MOST_LEFT ? rest : 0;
+    const int left = num_rows <= few ? (int)num_rows : rest <= MOST_LEFT && !has_halves(type) ? rest : 0;
     const int64_t many = num_rows - left, units = (many + UNIT_ROWS - 1) / UNIT_ROWS, num_parts = (many + MOST_ROWS - 1) / MOST_ROWS;
     if (left) multiply_few(args, chunk->end - left, left, panel);
     for (int64_t i = 0; i < num_parts; i++) {

@@ -52,7 +52,9 @@ typedef struct {
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. With AVX2's 16 registers, two vectors of
  * four rows take fewer loads than one of six. SDOT has its own way to multiply unpacked codes (int8_four_rows.c). */
-#if defined(NEON_DOT) || (defined(__AVX2__) && !defined(__AVX512F__))
+#if defined(NEON_DOT)
+enum { INT8_PACKED_ROWS = 3, INT8_ROWS = 4 };
+#elif defined(__AVX2__) && !defined(__AVX512F__)
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 4 };
 #else
 enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };

@@ -86,10 +86,12 @@ INLINE void store_beginnings(Signed begin[4], const Signed each) {
 
 /* Write the numbers of four rows' blocks. */
 INLINE void store_four_numbers(FourRows *to, const LoadedBlock x[4], const int form) {
-    const uint32x4_t a = (uint32x4_t)x[0].rest, b = (uint32x4_t)x[1].rest, c = (uint32x4_t)x[2].rest, d = (uint32x4_t)x[3].rest;
+    const uint32x4_t a = (uint32x4_t)x[0].rest, b = (uint32x4_t)x[1].rest;
+    const uint32x4_t c = (uint32x4_t)x[2].rest, d = (uint32x4_t)x[3].rest;
     const uint32x4_t left = vzip1q_u32(a, c), right = vzip1q_u32(b, d); /* scales, sums */
     const uint32x4_t left_zeros = vzip2q_u32(a, c), right_zeros = vzip2q_u32(b, d);
-    const Signed zeros = (Signed)vzip1q_u32(left_zeros, right_zeros), first = (Signed)vzip2q_u32(left_zeros, right_zeros);
+    const Signed zeros = (Signed)vzip1q_u32(left_zeros, right_zeros);
+    const Signed first = (Signed)vzip2q_u32(left_zeros, right_zeros); /* those of first halves */
     const int32_t middle = form == FORM_OF_DIVIDED ? 0 : MIDDLE_BITS;
     store_beginnings(to->begin, form < FORM_OF_SIGNED ? (zeros >> (7 - form)) + middle : (Signed){0} + middle);
     store_for_rows(to->scale, (Floats)vzip1q_u32(left, right));
@@ -100,7 +102,7 @@ INLINE void store_four_numbers(FourRows *to, const LoadedBlock x[4], const int f
 }
 
 /* Store groups [0, count) of some rows together: to[four rows][group]. The last row takes the places of missing ones. */
-static inline void store_four_rows(FourRows *to, const Int8Block *x, int64_t x_stride, int64_t num_rows, int64_t count, int form) {
+static void store_four_rows(FourRows *to, const Int8Block *x, int64_t x_stride, int64_t num_rows, int64_t count, int form) {
     for (int64_t row = 0; row < num_rows; row += 4) {
         const Int8Block *at[4];
         for (int i = 0; i < 4; i++) at[i] = x + (row + i < num_rows ? row + i : num_rows - 1) * x_stride;
@@ -113,7 +115,8 @@ static inline void store_four_rows(FourRows *to, const Int8Block *x, int64_t x_s
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
 #if defined(NEON_I8MM)
-                    const uint64x2_t a = (uint64x2_t)four[i / 2 * 2].codes[half], b = (uint64x2_t)four[i / 2 * 2 + 1].codes[half];
+                    const uint64x2_t a = (uint64x2_t)four[i / 2 * 2].codes[half];
+                    const uint64x2_t b = (uint64x2_t)four[i / 2 * 2 + 1].codes[half];
                     const Words codes = (Words)(i % 2 ? vzip2q_u64(a, b) : vzip1q_u64(a, b));
 #else
                     const Words codes = four[i].codes[half];
@@ -125,31 +128,50 @@ static inline void store_four_rows(FourRows *to, const Int8Block *x, int64_t x_s
     }
 }
 
+/* Store vectors one after the other, or the lanes of each two in turn, and return where the next ones go. */
+INLINE char *store_two(char *to, const Words a, const Words b) {
+    __asm__ volatile("stp %q1, %q2, [%0], #32" : "+r"(to) : "w"(a), "w"(b) : "memory");
+    return to;
+}
+
+INLINE char *store_four(char *to, const Words a, const Words b, const Words c, const Words d) {
+    register Words first __asm__("v28") = a, second __asm__("v29") = b;
+    register Words third __asm__("v30") = c, last __asm__("v31") = d;
+    __asm__ volatile("st1 {v28.4s-v31.4s}, [%0], #64"
+                     : "+r"(to)
+                     : "w"(first), "w"(second), "w"(third), "w"(last)
+                     : "memory");
+    return to;
+}
+
+INLINE char *store_in_turns(char *to, const Words a, const Words b, const Words c, const Words d) {
+    register Words first __asm__("v28") = a, second __asm__("v29") = b;
+    register Words third __asm__("v30") = c, last __asm__("v31") = d;
+    __asm__ volatile("st2 {v28.4s, v29.4s}, [%0], #32\n\tst2 {v30.4s, v31.4s}, [%0], #32"
+                     : "+r"(to)
+                     : "w"(first), "w"(second), "w"(third), "w"(last)
+                     : "memory");
+    return to;
+}
+
 /* Write the codes of two steps of eight columns. */
-INLINE void store_steps(char *to, Words steps[2][PANEL_VECTORS]) {
+INLINE char *store_steps(char *to, Words steps[2][PANEL_VECTORS]) {
 #if defined(NEON_I8MM)
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
-        const uint32x4x2_t both = {{(uint32x4_t)steps[0][i], (uint32x4_t)steps[1][i]}};
-        vst2q_u32((uint32_t *)(to + i * 2 * VECTOR_BYTES), both);
-    }
+    return store_in_turns(to, steps[0][0], steps[1][0], steps[0][1], steps[1][1]);
 #else
-    store_row((uint8_t *)to, steps[0], 2);
-    store_row((uint8_t *)to + 2 * VECTOR_BYTES, steps[1], 2);
+    return store_four(to, steps[0][0], steps[0][1], steps[1][0], steps[1][1]);
 #endif
 }
 
-/* Write a number of each of eight columns, and return where the next ones go. */
+/* Write a number of each of eight columns. */
 INLINE char *store_for_columns(char *to, const Floats left, const Floats right) {
 #if defined(NEON_I8MM)
     const float64x2_t a = (float64x2_t)left, b = (float64x2_t)right;
-    const Words each[4] = {(Words)vdupq_laneq_f64(a, 0), (Words)vdupq_laneq_f64(a, 1), (Words)vdupq_laneq_f64(b, 0),
-                           (Words)vdupq_laneq_f64(b, 1)};
+    return store_four(to, (Words)vdupq_laneq_f64(a, 0), (Words)vdupq_laneq_f64(a, 1), (Words)vdupq_laneq_f64(b, 0),
+                      (Words)vdupq_laneq_f64(b, 1));
 #else
-    const Words each[2] = {(Words)left, (Words)right};
+    return store_two(to, (Words)left, (Words)right);
 #endif
-    store_row((uint8_t *)to, each, COLUMN_VECTORS);
-    return to + COLUMN_VECTORS * VECTOR_BYTES;
 }
 
 /* Unpack a group of eight columns: pass `pass` of a panel. */
@@ -167,7 +189,7 @@ INLINE void unpack_eight_columns(char *to, const char *head, const char *group, 
         if (added_to_codes(type))
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) steps[i % 2][i / 2] = (Words)((AllBytes)steps[i % 2][i / 2] + added);
-        store_steps(to, steps), to += 4 * VECTOR_BYTES;
+        to = store_steps(to, steps);
         if (s % 4 == 0 || (!has_halves(type) && s < 6)) continue;
         to = store_for_columns(to, left.scale[half], right.scale[half]);
         const Floats middle[2] = {left.scale[half] * -MIDDLE, right.scale[half] * -MIDDLE};
@@ -257,8 +279,7 @@ INLINE void unpack_eight_columns(char *to, const char *head, const char *group, 
     HALVES(SCALE_VALUE, ADD_SCALED) LOAD_SCALES("16", "32") LOAD_SUMS("16", "32") ADD_MINIMA LOAD_SUMS("16", "32") \
     ADD_MINIMA ADD_TO_RESULTS
 
-/* Multiply a stream of eight columns, which ends at `end`, with four rows, and add to RESULT_VECTORS vectors. begin: what
- * the sums of second halves begin with. */
+/* Multiply a stream of eight columns, which ends at `end`, with four rows, and add to RESULT_VECTORS vectors. */
 #define MULTIPLY_STREAM(body)                                                                                \
     __asm__ volatile(NEXT_FOUR(16, 19, "out") LOAD_FOUR(20, 23, "out") "1:\n\t" body                         \
                      "cmp %[w], %[end]\n\tb.ne 1b\n\tst1 {v20.4s-v23.4s}, [%[out]]\n\t"                       \
@@ -269,9 +290,10 @@ INLINE void unpack_eight_columns(char *to, const char *head, const char *group, 
                        "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23", "v24", "v25", "v26", \
                        "v27", "v28", "v29", "v30", "v31", "cc", "memory")
 
-INLINE void multiply_stream(const char *w, const char *end, const FourRows *x, Floats *out, const int type) {
+INLINE void multiply_stream(const char *w, const int64_t bytes, const FourRows *x, Floats *out, const int type) {
+    const char *end = w + bytes;
     static const int32_t middles[4 * LANES] = {[0 ... 4 * LANES - 1] = MIDDLE_BITS}, zeros[4 * LANES];
-    const int32_t *begin = has_exact_middle(type) ? middles : zeros;
+    const int32_t *begin = has_exact_middle(type) ? middles : zeros; /* of second halves */
     if (!has_exact_middle(type))
         MULTIPLY_STREAM(GROUP_OF_DIVIDED);
     else if (has_halves(type) && has_minimum(type))
@@ -294,17 +316,16 @@ typedef struct {
 INLINE void multiply_slice(const Streams *slice, const FourRows *x, Floats *results, const int type) {
 #pragma GCC unroll 1
     for (int pass = 0; pass < PASSES; pass++, results += RESULT_VECTORS)
-        multiply_stream(slice->streams[pass], slice->streams[pass] + slice->count * stream_bytes(type), x, results, type);
+        multiply_stream(slice->streams[pass], slice->count * stream_bytes(type), x, results, type);
 }
 
-/* Types of which each has another stream. */
-static void multiply_signed(const Streams *slice, const FourRows *x, Floats *results) { multiply_slice(slice, x, results, Q8_0); }
-static void multiply_minimum(const Streams *slice, const FourRows *x, Floats *results) { multiply_slice(slice, x, results, Q4_K); }
-static void multiply_halves(const Streams *slice, const FourRows *x, Floats *results) { multiply_slice(slice, x, results, Q6_K); }
-static void multiply_divided(const Streams *slice, const FourRows *x, Floats *results) {
-    multiply_slice(slice, x, results, NVFP4_F32);
-}
-static void multiply_minima(const Streams *slice, const FourRows *x, Floats *results) { multiply_slice(slice, x, results, Q2_K); }
+/* One function for each kind of stream, by a type that has it. */
+#define EACH_STREAM(X) X(signed, Q8_0) X(minimum, Q4_K) X(halves, Q6_K) X(divided, NVFP4_F32) X(minima, Q2_K)
+#define MULTIPLY(name, type)                                                                      \
+    static void multiply_##name(const Streams *slice, const FourRows *x, Floats *results) {        \
+        multiply_slice(slice, x, results, type);                                                  \
+    }
+EACH_STREAM(MULTIPLY)
 
 typedef void (*FourRowsFunction)(const Streams *slice, const FourRows *x, Floats *results);
 static FourRowsFunction function_of(int type) {
@@ -314,16 +335,13 @@ static FourRowsFunction function_of(int type) {
 }
 
 /* Unpack groups [first, first + slice->count) of a panel. */
-INLINE void unpack_groups(Streams *slice, const char *panel, const int64_t first, const int32_t panel_type, const int type) {
+INLINE void unpack_groups(Streams *slice, const char *panel, const int64_t first, const int32_t panel_type,
+                          const int type) {
     const QuantizedLayout layout = layout_of(type);
     const OwnParts own = own_parts(panel_type, type);
     for (int64_t i = 0; i < slice->count; i++) {
         const char *head = panel + head_offset(layout, first + i), *group = panel + group_offset(layout, first + i);
-        /* only from the second level cache: int8_four_rows() brings a slice there */
-        if (i + 2 < slice->count)
-#pragma GCC unroll 20
-            for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + 2 * layout.group_bytes + line);
-#pragma GCC unroll 1
+#pragma GCC unroll 4
         for (int pass = 0; pass < PASSES; pass++)
             unpack_eight_columns(slice->streams[pass] + i * stream_bytes(type), head, group, pass, &own, type);
     }
@@ -371,6 +389,9 @@ static const FourRows *stored_rows(const Gemm *args, Int8Chunk *chunk, int64_t r
     return room + (row - chunk->begin) / 4 * groups + first;
 }
 
+/* Lines that are prefetched together: a loop over each would take more instructions than the prefetches. */
+enum { LINES_TOGETHER = 8 };
+
 void int8_four_rows(const Gemm *args, Int8Chunk *chunk, int64_t row, int64_t num_rows, int64_t panel, float *sums) {
     const QuantizedPanel *entry = quantized_panel(args->weights, panel);
     const char *packed = (const char *)args->weights + entry->offset;
@@ -388,8 +409,9 @@ void int8_four_rows(const Gemm *args, Int8Chunk *chunk, int64_t row, int64_t num
         const char *ahead = packed + group_offset(layout, last);
         const int64_t bytes = (int64_t)layout.group_bytes * SLICE_GROUPS;
         for (int64_t i = 0; i < fours; i++) {
-            for (int64_t line = bytes * i / fours; line < bytes * (i + 1) / fours; line += 64)
-                __builtin_prefetch(ahead + line, 0, 2);
+            for (int64_t at = bytes * i / fours; at < bytes * (i + 1) / fours; at += LINES_TOGETHER * 64)
+#pragma GCC unroll 8
+                for (int line = 0; line < LINES_TOGETHER; line++) __builtin_prefetch(ahead + at + line * 64, 0, 2);
             multiply(&slice, x + i * step, (Floats *)(sums + i * 4 * PANEL_COLUMNS));
         }
     }

@@ -29,12 +29,12 @@
 INT8_PACKED_TYPES(1)
 INT8_PACKED_TYPES(2)
 INT8_PACKED_TYPES(3)
-INT8_PACKED_TYPES(4)
-#define INT8_ALL_PACKED {INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)}
-
-#if defined(NEON_DOT)
+#if defined(NEON_DOT) /* INT8_PACKED_ROWS */
+#define INT8_ALL_PACKED {INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3)}
 #define INT8_FUNCTIONS {INT8_ALL_PACKED}
 #else
+INT8_PACKED_TYPES(4)
+#define INT8_ALL_PACKED {INT8_PACKED_ROW(1), INT8_PACKED_ROW(2), INT8_PACKED_ROW(3), INT8_PACKED_ROW(4)}
 #define INT8_UNPACKED(name, rows, type) \
     static KEEPS_ORDER void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 1); }
 #define INT8_UNPACKED_TYPES(rows)                                                                       \

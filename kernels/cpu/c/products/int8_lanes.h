@@ -1,4 +1,4 @@
-/* Some rows of 8-bit blocks times groups of a panel by SDOT, for the variants neon_dot and neon_bf16.
+/* At most three rows of 8-bit blocks times packed groups by SDOT, for the variants neon_dot and neon_bf16.
  *
  * The instruction adds products of four codes to each lane of a sum: those of four columns, times one lane of x. So a
  * block of x is loaded once for all columns of a pass, by one instruction, and its scale and sums are used where they
@@ -9,7 +9,7 @@
 
 #include "products/int8_block.h"
 
-enum { LANE_ROWS = 4 };
+enum { LANE_ROWS = INT8_PACKED_ROWS };
 
 /* Where an Int8Block has what follows its codes, as lanes of the third vector. */
 enum { SCALE_LANE, SUM_LANE, ZEROS_LANE, FIRST_LANE };
@@ -155,19 +155,20 @@ INLINE int has_all_columns(const int rows, const int type) {
            (planes == FOURS || planes == BYTES);
 }
 
-/* The products of two vectors of columns from an offset on, with lanes of x: two steps of FOURS, which a row of words has,
- * or one of BYTES. */
-#define TWO_OF_FOURS(offset, left, right, x, lane, next)                                                             \
-    "ldp %q[a], %q[b], [%[at], #%c[skipped]+" offset "]\n\tand %[c].16b, %[a].16b, %[mask].16b\n\t"                              \
-    "and %[d].16b, %[b].16b, %[mask].16b\n\tushr %[a].16b, %[a].16b, #4\n\tushr %[b].16b, %[b].16b, #4\n\t"          \
-    "sdot %[" left "].4s, %[c].16b, %[" x "].4b[" lane "]\n\tsdot %[" right "].4s, %[d].16b, %[" x "].4b[" lane "]\n\t" \
-    "sdot %[" left "].4s, %[a].16b, %[" x "].4b[" next "]\n\tsdot %[" right "].4s, %[b].16b, %[" x "].4b[" next "]\n\t"
-#define TWO_OF_BYTES(offset, left, right, x, lane, next)                                                             \
-    "ldp %q[a], %q[b], [%[at], #" offset "]\n\t"                                                                     \
-    "sdot %[" left "].4s, %[a].16b, %[" x "].4b[" lane "]\n\tsdot %[" right "].4s, %[b].16b, %[" x "].4b[" lane "]\n\t"
-#define ALL_COLUMNS(TWO, offset, x, lane, next)                                                         \
-    TWO(offset, "s0", "s1", x, lane, next) TWO(offset "+32", "s2", "s3", x, lane, next)                  \
-    TWO(offset "+64", "s4", "s5", x, lane, next) TWO(offset "+96", "s6", "s7", x, lane, next)
+/* The products of four vectors of columns with lanes of x: two steps of FOURS, which a row of words has, or one of BYTES. */
+#define FOUR_OF_FOURS(q, r, s, t, x, lane, next)                                                                     \
+    "ld1 {v28.4s-v31.4s}, [%[at]], #64\n\t"                                                                          \
+    STEPS_OF_WORDS("28", "24", q, x, lane, next) STEPS_OF_WORDS("29", "25", r, x, lane, next)                         \
+    STEPS_OF_WORDS("30", "26", s, x, lane, next) STEPS_OF_WORDS("31", "27", t, x, lane, next)
+#define STEPS_OF_WORDS(words, low, sum, x, lane, next)                                                               \
+    "and v" low ".16b, v" words ".16b, %[mask].16b\n\tushr v" words ".16b, v" words ".16b, #4\n\t"                   \
+    ADD_STEP(sum, low, x, lane) ADD_STEP(sum, words, x, next)
+#define FOUR_OF_BYTES(q, r, s, t, x, lane, next)                                                                     \
+    "ld1 {v28.4s-v31.4s}, [%[at]], #64\n\t"                                                                          \
+    ADD_STEP(q, "28", x, lane) ADD_STEP(r, "29", x, lane) ADD_STEP(s, "30", x, lane) ADD_STEP(t, "31", x, lane)
+#define ADD_STEP(sum, codes, x, lane) "sdot %[" sum "].4s, v" codes ".16b, %[" x "].4b[" lane "]\n\t"
+#define ALL_COLUMNS(FOUR, x, lane, next)                                                                             \
+    FOUR("s0", "s1", "s2", "s3", x, lane, next) FOUR("s4", "s5", "s6", "s7", x, lane, next)
 #define EACH_SUM(X) X("s0") X("s1") X("s2") X("s3") X("s4") X("s5") X("s6")
 #define BEGIN_WITH_ZEROS(sum) "mov %[" sum "].16b, %[s7].16b\n\t"
 #define BEGIN_WITH_NOTHING(sum) "movi %[" sum "].4s, #0\n\t"
@@ -175,32 +176,32 @@ INLINE int has_all_columns(const int rows, const int type) {
 /* Sum the products of a packed group of all columns with one row. In one piece: GCC 12 would move sums between
  * registers. */
 INLINE void sum_all_columns(Signed sums[PANEL_VECTORS], const GroupPlace *place, const LoadedBlock *x, const int type) {
-    const char *at = place->group + (planes_of(type) == BYTES ? layout_of(type).scale_bytes : 0);
-    Words a, b, c, d;
+    const char *const codes = place->group + layout_of(type).scale_bytes, *at = codes;
 #define SUMS_OF_COLUMNS                                                                                              \
     [s0] "=&w"(sums[0]), [s1] "=&w"(sums[1]), [s2] "=&w"(sums[2]), [s3] "=&w"(sums[3]), [s4] "=&w"(sums[4]),             \
-        [s5] "=&w"(sums[5]), [s6] "=&w"(sums[6]), [s7] "=&w"(sums[7]), [a] "=&w"(a), [b] "=&w"(b)
-#define CODES_OF_COLUMNS(bytes)                                                                                      \
-    [at] "r"(at), [x0] "w"(x->codes[0]), [x1] "w"(x->codes[1]), "m"(*(const char(*)[bytes])at)
-#define SKIPPED_AND_MASK [skipped] "i"(layout_of(type).scale_bytes), [mask] "w"(all_words(0x0f0f0f0f))
+        [s5] "=&w"(sums[5]), [s6] "=&w"(sums[6]), [s7] "=&w"(sums[7]), [at] "+&r"(at)
+#define CODES_OF_COLUMNS(steps)                                                                                      \
+    [x0] "w"(x->codes[0]), [x1] "w"(x->codes[1]), "m"(*(const char(*)[(steps) * ROW_BYTES])codes)
+#define LOADED "v28", "v29", "v30", "v31"
+#define MASKED "v24", "v25", "v26", "v27"
 #define ALL_FOURS                                                                                       \
-    ALL_COLUMNS(TWO_OF_FOURS, "0", "x0", "0", "1") ALL_COLUMNS(TWO_OF_FOURS, "128", "x0", "2", "3")      \
-    ALL_COLUMNS(TWO_OF_FOURS, "256", "x1", "0", "1") ALL_COLUMNS(TWO_OF_FOURS, "384", "x1", "2", "3")
+    ALL_COLUMNS(FOUR_OF_FOURS, "x0", "0", "1") ALL_COLUMNS(FOUR_OF_FOURS, "x0", "2", "3")                \
+    ALL_COLUMNS(FOUR_OF_FOURS, "x1", "0", "1") ALL_COLUMNS(FOUR_OF_FOURS, "x1", "2", "3")
 #define ALL_BYTES                                                                                       \
-    ALL_COLUMNS(TWO_OF_BYTES, "0", "x0", "0", ) ALL_COLUMNS(TWO_OF_BYTES, "128", "x0", "1", )            \
-    ALL_COLUMNS(TWO_OF_BYTES, "256", "x0", "2", ) ALL_COLUMNS(TWO_OF_BYTES, "384", "x0", "3", )          \
-    ALL_COLUMNS(TWO_OF_BYTES, "512", "x1", "0", ) ALL_COLUMNS(TWO_OF_BYTES, "640", "x1", "1", )          \
-    ALL_COLUMNS(TWO_OF_BYTES, "768", "x1", "2", ) ALL_COLUMNS(TWO_OF_BYTES, "896", "x1", "3", )
+    ALL_COLUMNS(FOUR_OF_BYTES, "x0", "0", ) ALL_COLUMNS(FOUR_OF_BYTES, "x0", "1", )                      \
+    ALL_COLUMNS(FOUR_OF_BYTES, "x0", "2", ) ALL_COLUMNS(FOUR_OF_BYTES, "x0", "3", )                      \
+    ALL_COLUMNS(FOUR_OF_BYTES, "x1", "0", ) ALL_COLUMNS(FOUR_OF_BYTES, "x1", "1", )                      \
+    ALL_COLUMNS(FOUR_OF_BYTES, "x1", "2", ) ALL_COLUMNS(FOUR_OF_BYTES, "x1", "3", )
     if (planes_of(type) == BYTES)
-        __asm__(EACH_SUM(BEGIN_WITH_NOTHING) BEGIN_WITH_NOTHING("s7") ALL_BYTES : SUMS_OF_COLUMNS : CODES_OF_COLUMNS(8 * ROW_BYTES));
+        __asm__(EACH_SUM(BEGIN_WITH_NOTHING) BEGIN_WITH_NOTHING("s7") ALL_BYTES
+                : SUMS_OF_COLUMNS : CODES_OF_COLUMNS(8) : LOADED);
     else if (has_minimum(type))
         __asm__(EACH_SUM(BEGIN_WITH_NOTHING) BEGIN_WITH_NOTHING("s7") ALL_FOURS
-                : SUMS_OF_COLUMNS, [c] "=&w"(c), [d] "=&w"(d)
-                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK);
+                : SUMS_OF_COLUMNS : CODES_OF_COLUMNS(4), [mask] "w"(all_words(0x0f0f0f0f)) : LOADED, MASKED);
     else
         __asm__(EACH_SUM(BEGIN_WITH_ZEROS) ALL_FOURS
-                : SUMS_OF_COLUMNS, [c] "=&w"(c), [d] "=&w"(d)
-                : CODES_OF_COLUMNS(layout_of(type).group_bytes), SKIPPED_AND_MASK, "7"(zeros_of_block(x, 0, type)));
+                : SUMS_OF_COLUMNS
+                : CODES_OF_COLUMNS(4), [mask] "w"(all_words(0x0f0f0f0f)), "7"(zeros_of_block(x, 0, type)) : LOADED, MASKED);
 }
 
 /* Write the factors of a head's UNSIGNED scales, then those of its minima. A byte as a float16 is 2 ** -24 of its number. */
@@ -210,38 +211,55 @@ INLINE void load_factors(float factors[2 * PANEL_COLUMNS], const char *head) {
         store_floats(factors + i, load_float16(head + i * 2) * (i < PANEL_COLUMNS ? 0x1p24f : -0x1p24f));
 }
 
-/* Load the FLOATS or UNSIGNED scales (which = 0) or minima (which = 1) of vectors v to v + 3 of a packed group. */
-INLINE void load_four_scales(Floats four[4], const GroupPlace *place, const int which, const int v, const int type) {
+/* Load four vectors by one instruction. */
+INLINE void load_four(Words four[4], const void *from) {
+    register Words a __asm__("v28"), b __asm__("v29"), c __asm__("v30"), d __asm__("v31");
+    __asm__("ld1 {v28.4s-v31.4s}, [%4]"
+            : "=w"(a), "=w"(b), "=w"(c), "=w"(d)
+            : "r"(from), "m"(*(const char(*)[4 * VECTOR_BYTES])from));
+    four[0] = a, four[1] = b, four[2] = c, four[3] = d;
+}
+
+/* Write the FLOATS or UNSIGNED scales (which = 0) or minima (which = 1) of vectors v to v + 3 of a packed group, whose
+ * rows of FLOATS, or of both scales and minima, are loaded. */
+INLINE void four_scales(Floats four[4], const Words rows[4], const float *factors, const int which, const int v,
+                        const int type) {
     const int is_unsigned = BLOCK_TYPES[type].scales == UNSIGNED;
-    const uint8x16_t bytes = (uint8x16_t)load_words(place->group + which * PANEL_COLUMNS + v * LANES);
-    Words factors[4];
-    if (is_unsigned) load_row(factors, (const char *)(place->factors + which * PANEL_COLUMNS + v * LANES), 4);
+    const uint8x16_t bytes = (uint8x16_t)rows[2 * which + v / 4];
+    Words each[4];
+    if (is_unsigned) load_row(each, (const char *)(factors + which * PANEL_COLUMNS + v * LANES), 4);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        const char *two = place->group + (which * PANEL_COLUMNS + (v + i / 2 * 2) * LANES) * 2;
         const uint16x8_t wide = i < 2 ? vmovl_u8(vget_low_u8(bytes)) : vmovl_high_u8(bytes);
-        const float16x8_t both = is_unsigned ? (float16x8_t)wide : (float16x8_t)load_words(two);
+        const float16x8_t both = is_unsigned ? (float16x8_t)wide : (float16x8_t)rows[(v + i) / 2];
         four[i] = (Floats)(i % 2 ? vcvt_high_f32_f16(both) : vcvt_f32_f16(vget_low_f16(both)));
-        if (is_unsigned) four[i] = four[i] * (Floats)factors[i];
+        if (is_unsigned) four[i] = four[i] * (Floats)each[i];
     }
 }
 
 /* Add a packed group's values of all columns to one row's results. */
 INLINE void all_columns_of_group(Floats out[PANEL_VECTORS], const GroupPlace *place, const LoadedBlock *x,
                                  const int type) {
+    const int has_rows_of_minima = has_minimum(type) && BLOCK_TYPES[type].scales == FLOATS;
     Signed sums[PANEL_VECTORS];
+    Words scales[4], minima[4];
     sum_all_columns(sums, place, x, type);
+    load_four(scales, place->group);
+    if (has_rows_of_minima) load_four(minima, place->group + 2 * PANEL_COLUMNS);
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECTORS; v += 4) {
-        Floats values[4], minima[2] = {{0}}, four[4];
-        load_four_scales(four, place, 0, v, type);
+        Floats values[4], minimum[2] = {{0}}, four[4];
+        four_scales(four, scales, place->factors, 0, v, type);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) values[i] = __builtin_convertvector(sums[v + i], Floats) * four[i];
-        if (has_minimum(type)) load_four_scales(four, place, 1, v, type);
+        if (has_rows_of_minima)
+            four_scales(four, minima, place->factors, 0, v, type);
+        else if (has_minimum(type))
+            four_scales(four, scales, place->factors, 1, v, type);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            minima[0] = four[i];
-            const float32x4_t value = (float32x4_t)with_minima_by_lanes(values[i], x, minima, type);
+            minimum[0] = four[i];
+            const float32x4_t value = (float32x4_t)with_minima_by_lanes(values[i], x, minimum, type);
             out[v + i] = out[v + i] + (Floats)vmulq_laneq_f32(value, (float32x4_t)x->rest, SCALE_LANE);
         }
     }
