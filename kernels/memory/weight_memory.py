@@ -6,6 +6,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -163,13 +164,20 @@ class WeightMemory:
             with contextlib.suppress(OSError):  # an operating system without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         chunk = np.frombuffer(mapping, np.uint8)
-        weakref.finalize(chunk, self._take_back, mapping, kept is self._brief).atexit = False
+        # weakly: what the callback held would hold this object, and with it the mapping that its room is in
+        take_back = partial(_take_back, weakref.ref(self), mapping, is_brief=kept is self._brief)
+        weakref.finalize(chunk, take_back).atexit = False
         return chunk
 
-    def _take_back(self, mapping: mmap.mmap, is_brief: bool) -> None:
+    def take_back(self, mapping: mmap.mmap, is_brief: bool) -> None:
         """Take a mapping of which no array is left, in whatever thread the last one has gone."""
         kept = self._brief if is_brief else self._kept  # first: keep() may put others in their place at any time
         if self._keeps:
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_FREE)
             kept.append(mapping)
+
+
+def _take_back(memory: weakref.ref[WeightMemory], mapping: mmap.mmap, *, is_brief: bool) -> None:
+    if (own := memory()) is not None:
+        own.take_back(mapping, is_brief)

@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,12 @@ def test_memory_that_goes_while_it_is_released_is_not_kept(monkeypatch: pytest.M
     address = block.ctypes.data
     del block
     assert not is_mapped(address)
+
+
+def test_memory_of_an_object_that_is_gone_is_the_systems() -> None:
+    """Its last mapping too, whose rest is the object's own place for small arrays."""
+    memory = WeightMemory()
+    array, gone = memory.allocate(100), weakref.ref(memory)
+    mapping = weakref.ref(array.base)
+    del memory, array
+    assert (gone(), mapping()) == (None, None)

@@ -124,11 +124,10 @@ def test_after_a_drain_none_follows(watched: Watched, is_starting: bool) -> None
 
 
 def test_a_drain_before_the_next_one_is_the_end(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervised_worker, "_RETRY_S", 1e9)
+    monkeypatch.setattr(supervised_worker, "_RETRY_S", 2.0)
     os.kill(watched.pid, signal.SIGKILL)
     wait_for(lambda: watched.news != [])
     watched.do(watched.supervised.drain)
-    watched.do(watched.supervised._spawn)
     wait_for(lambda: watched.supervised.has_ended)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", watched.port), timeout=5)
