@@ -5,6 +5,7 @@ every client's streams, and who may name an adapter's path may name this one too
 """
 
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from enum import Enum
@@ -31,7 +32,8 @@ class _Word(Enum):
     """Other words to the reading thread."""
 
     LOOK = 1  # there may be work for it now
-    CLOSE = 2
+    REST = 2  # and after the rest too
+    CLOSE = 3
 
 
 class WeightReader(Protocol):
@@ -108,7 +110,7 @@ class WeightCalls:
         if mark.version == (0 if self.mark is None else self.mark.version):
             return False
         self.mark, self._is_busy = mark, False
-        self._asked.put(_Word.LOOK)
+        self._asked.put(_Word.REST)
         return True
 
     def note_done(self) -> None:
@@ -129,30 +131,36 @@ class WeightCalls:
     # --- the reading thread ---
 
     def _run(self, executor: WeightReader) -> None:
-        pause = 0.0
-        while not isinstance(asked := self._next(executor, pause), _Word):
-            pause = _REST_S
+        rest_s = 0.0
+        while not isinstance(asked := self._next(executor, time.monotonic() + rest_s), _Word):
+            rest_s = _REST_S
             client, call, version = asked
             self._done.put((client, self._read(executor, call, version)))
             self._wake()
 
-    def _next(self, executor: WeightReader, pause: float | None) -> _Asked | _Word:
-        """Return the next call, or CLOSE. Until it comes, other work is done after the pause, piece by piece."""
+    def _next(self, executor: WeightReader, work_at: float | None) -> _Asked | _Word:
+        """Return the next call, or CLOSE. Until it comes, other work is done from this time on, piece by piece."""
         while True:
             try:
-                asked = self._asked.get(timeout=pause)
+                asked = self._asked.get(timeout=None if work_at is None else max(0.0, work_at - time.monotonic()))
             except Empty:
-                pause = _PAUSE_S if self._works_ahead(executor) else None
+                work_at = time.monotonic() + _PAUSE_S if self._works_ahead(executor) else None
             else:
-                if asked is not _Word.LOOK:
+                if asked is _Word.REST:
+                    work_at = time.monotonic() + _REST_S
+                elif asked is not _Word.LOOK:
                     return asked
-                pause = _REST_S
+                elif work_at is None:  # a rest is not cut short, nor begun again: any client's calls say this
+                    work_at = time.monotonic()
 
     def _works_ahead(self, executor: WeightReader) -> bool:
-        """Do a piece of what calls do not wait for, and return whether there is more."""
+        """Do a piece of what calls do not wait for, and return whether there is more.
+
+        Forms come before memory: they have a place already, and only with them is known how much the next weights need.
+        """
         works = {
-            "no memory is taken for the next weights": executor.take_memory_ahead,
             "matrices stay in one form, which is slower": executor.pack_second_form,
+            "no memory is taken for the next weights": executor.take_memory_ahead,
         }
         for loss, work in works.items():
             try:

@@ -233,6 +233,8 @@ class LocalExecutor:
 
     def pack_second_form(self) -> bool:
         """Pack the second form of one more matrix of the weights in use; see UpdatesWeights."""
+        if self._sleeps:
+            return False
         library = self._model.library if isinstance(self._model, Llama) else None
         with contextlib.nullcontext() if library is None else library.alone():
             return self._second_forms.pack_next()

@@ -162,17 +162,17 @@ def test_memory_is_taken_while_no_call_waits(calls: WeightCalls, reader: Reader)
     assert isinstance(done(calls)[0][1], NewWeights)
 
 
-def test_forms_are_packed_after_memory_is_taken(calls: WeightCalls, reader: Reader) -> None:
-    """A call that comes before they are all packed does not wait for them."""
+def test_forms_are_packed_before_memory_is_taken(calls: WeightCalls, reader: Reader) -> None:
+    """Its size is only known then. A call that comes before they are all packed does not wait for them."""
     reader.may_read.set()
     assert calls.begin(7, UpdateWeights(1, "one")) is None
     ((_, new),) = done(calls)
     assert isinstance(new, NewWeights)
     reader.num_pieces, reader.num_forms = 2, 3
     calls.end(new.mark)
-    while reader.num_forms:
-        assert reader.has_looked.wait(10)
-    assert reader.order == ["memory"] * 2 + ["form"] * 3
+    while reader.num_pieces:
+        pass
+    assert reader.order == ["form"] * 3 + ["memory"] * 2
     reader.num_forms = 1 << 30
     calls.note_done()
     assert calls.begin(7, UpdateWeights(2, "two")) is None
@@ -192,6 +192,22 @@ def test_a_call_does_not_wait_for_the_rest_after_an_update(
         num_looks = reader.num_looks
         calls.end(new.mark)
     assert reader.num_looks == num_looks
+
+
+def test_calls_of_other_kinds_do_not_begin_the_rest_again(
+    calls: WeightCalls, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any client makes such calls, as often as it likes."""
+    monkeypatch.setattr(f"{PREFIX}core.border.weight_calls._REST_S", 0.1)
+    reader.may_read.set()
+    assert calls.begin(7, UpdateWeights(1, "one")) is None
+    ((_, new),) = done(calls)
+    assert isinstance(new, NewWeights)
+    reader.num_forms = 3
+    calls.end(new.mark)
+    while reader.num_forms:
+        calls.note_done()
+        threading.Event().wait(0.01)
 
 
 def test_forms_that_cannot_be_packed_end_no_call(

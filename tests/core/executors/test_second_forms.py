@@ -168,9 +168,11 @@ def test_those_of_earlier_weights_are_dropped(files: list[str]) -> None:
     assert executor.operations.num_packed_bytes < size
 
 
-def test_an_engine_that_sleeps_without_weights_packs_nothing(files: list[str]) -> None:
+def test_an_engine_that_sleeps_packs_nothing(files: list[str]) -> None:
     executor = started(files, 3)
     executor.sleep(1)
+    assert not executor.pack_second_form()
+    executor.wake_up()
     assert executor.pack_second_form(), "it has weights"
     size = executor.operations.num_packed_bytes
     executor.sleep(2)
