@@ -101,7 +101,7 @@ _DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
 _ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
 _FEW = 16  # most vectors written in the event loop
 #: Most images of one request in Jina's form, each of which is a prompt.
-_MOST_IMAGES = 32
+_MOST_IMAGES = 2
 _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
     "mm_processor_kwargs": "--image-max-pixels makes images smaller",
