@@ -35,12 +35,13 @@ from frontend.text.known_tokenizers import AHEAD, KnownTokenizers
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.files.model_files import read_chat_template, read_tokenizer_files, tokenizer_hash
 from ipc.keys.signing import SigningKey
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.tokenizer_files import client_files_of
+from ipc.params.pooling_params import GENERATE
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 from ipc.records.receipt import Receipt
 from ipc.wire.lora_messages import AdapterId
@@ -128,7 +129,11 @@ class EngineHandle:
         self.images: ImagePrompts | None = None
         if self.tokenizer is not None:
             limits, ids = self.client.welcome.features, self.tokenizer.hf.token_to_id
-            self.images = image_prompts(self._files, limits, ids)
+            try:
+                self.images = image_prompts(self._files, limits, ids)
+            except (ModelFileError, UnsupportedModelError):
+                if GENERATE in self.client.welcome.tasks:
+                    raise  # vectors of texts need no image processor, and folders for them may lack it
         self._salt = b"" if connect is None or seed is not None else self.client.welcome.session_token
 
     def prepare(

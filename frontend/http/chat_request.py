@@ -67,7 +67,7 @@ async def prepare_chat(
     service: Service, request: Request, body: ChatBody, context: Sequence[int] | None = None
 ) -> PreparedChat:
     """Render and tokenize a chat. context: tokens before it; None = none. Errors: HttpError, InvalidRequestError."""
-    _check(service, body)
+    check_chat(service, body)
     _add_system(service, body)
     if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
@@ -117,7 +117,7 @@ def _add_system(service: Service, body: ChatBody) -> None:
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
     """Return the number of tokens of a chat's prompt, even if it is too long to answer. Errors: as prepare_chat()."""
-    _check(service, body)
+    check_chat(service, body)
     tokenizer = service.tokenizer
 
     def count() -> int:
@@ -130,14 +130,14 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
 
 async def render_text(service: Service, request: Request, body: ChatBody) -> str:
     """Return a chat's prompt as text. Errors: as prepare_chat()."""
-    _check(service, body)
+    check_chat(service, body)
     is_long = service.brings_template(body.chat_template)
     return await service.run(request, lambda: _rendered_text(service, body), is_long=is_long)
 
 
 async def render_prompt(service: Service, request: Request, body: ChatBody) -> PromptInput:
     """Return a chat's prompt, perhaps with images. Errors: as prepare_chat()."""
-    _check(service, body)
+    check_chat(service, body)
     is_long = has_images(body.messages) or service.brings_template(body.chat_template)
     return await service.run(request, lambda: _rendered(service, body), is_long=is_long)
 
@@ -156,7 +156,8 @@ def _rendered_text(service: Service, body: ChatBody) -> str:
     return prompt
 
 
-def _check(service: Service, body: ChatBody) -> None:
+def check_chat(service: Service, body: ChatBody) -> None:
+    """Check all that can be said without reading the messages. Errors: HttpError 400."""
     if len(body.messages) > MAX_MESSAGES:
         raise HttpError(400, f"{len(body.messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages")
     if body.tools and len(body.tools) > MAX_TOOLS:

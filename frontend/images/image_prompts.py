@@ -72,12 +72,19 @@ class ImagePrompts:
         self.rules, self.mark, self._max_images = rules, rules.mark, max_images
         self._images = ProcessedImages(rules)
 
-    def read(self, text: str, images: Sequence[Any], name: str, marks: Sequence[int] | None = None) -> ImageText:
+    def read(
+        self,
+        text: str,
+        images: Sequence[Any],
+        name: str,
+        marks: Sequence[int] | None = None,
+        max_bytes: int | None = None,
+    ) -> ImageText:
         """Return a prompt's text with the marks of its images written out, and their squares.
 
         text: has the mark for each image. marks: indices of the text's marks that are images, ascending; the others are
-        text. None = all are. name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError
-        without Pillow.
+        text. None = all are. name: of the prompt, for errors. max_bytes: of all squares; None = no limit. Errors:
+        InvalidRequestError; UnsupportedParameterError without Pillow.
         """
         if self._max_images is not None and len(images) > self._max_images:
             raise InvalidRequestError(
@@ -90,7 +97,7 @@ class ImagePrompts:
                 f"{name} has {self.mark} {counted(len(parts) - 1, 'time')} but {counted(len(images), 'image')}: "
                 "write it once for each"
             )
-        written, squares, num_pixels = [parts[0]], list[tuple[bytes, PutFeature]](), 0
+        written, squares, num_pixels, num_bytes = [parts[0]], list[tuple[bytes, PutFeature]](), 0, 0
         runs, num_tokens = list[tuple[int, int]](), parts[0].count(self.rules.token)
         for image, following in zip(images, parts[1:], strict=True):
             found = find_image(image, name)
@@ -101,6 +108,11 @@ class ImagePrompts:
                 made = self._images.of(read_pixels(found, image, name))
             del found  # frees its pixels: the next image may also be large
             squares += made.squares
+            num_bytes += sum(len(feature.data) for _, feature in made.squares)
+            if max_bytes is not None and num_bytes > max_bytes:
+                raise InvalidRequestError(
+                    f"{name}: its images take more than {max_bytes} bytes as squares: send fewer of them"
+                )
             last = made.squares[-1][1].shape
             written += [self.rules.text_of(made.num_rows, made.num_columns, last), following]
             for _, feature in made.squares:

@@ -96,8 +96,8 @@ def read_prompts(
     most = max_model_len - num_output_tokens
     names = [_name(index, len(prompts)) for index in range(len(prompts))]
     forms = [_read_form(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-    tiles = [_read_images(form, name, images) for form, name in zip(forms, names, strict=True)]
     _check_texts(forms, tokenizer, truncation, names, most, max_model_len)
+    tiles = [_read_images(form, name, images, features) for form, name in zip(forms, names, strict=True)]
     encoded = _encoded(forms, tiles, tokenizer, add_special_tokens)
     read = []
     for index, (form, of_images, name) in enumerate(zip(forms, tiles, names, strict=True)):
@@ -110,12 +110,7 @@ def read_prompts(
         _check_vocabulary(ids, name, vocab_size)
         if of_images is not None:
             placed = of_images.place(ids)
-            _check_size(placed, name, features)
         keep = truncation[index] if truncation is not None else None
-        if keep is not None and placed:
-            raise UnsupportedParameterError(
-                f"{name}: truncate_prompt_tokens cannot be used for a prompt with embeddings or images"
-            )
         if keep is not None:
             ids = _truncated(ids, keep if keep > 0 else most, keeps_beginnings)
         _check_length(ids, name, most, max_model_len, len(prompts))
@@ -142,15 +137,6 @@ def _encoded(
     return iter(tokenizer.encode_batch(texts, add_special_tokens) if tokenizer is not None and texts else ())
 
 
-def _check_size(placed: Sequence[PlacedFeature], name: str, features: FeatureLimits | None) -> None:
-    size = sum(len(one.feature.data) for one in placed)
-    if features is not None and size > features.max_bytes:
-        raise InvalidRequestError(
-            f"{name}: its images take {size} bytes as squares; at most {features.max_bytes} are allowed: send fewer "
-            "of them"
-        )
-
-
 def _check_length(ids: list[int], name: str, most: int, max_model_len: int, num_prompts: int) -> None:
     if not ids:
         which = "" if num_prompts == 1 else f" ({name})"
@@ -167,10 +153,14 @@ def _check_texts(
     most: int,
     max_model_len: int,
 ) -> None:
-    """Refuse texts that cannot fit and must not be cut. Errors: PromptTooLongError."""
+    """Refuse texts that cannot fit and must not be cut. Errors: PromptTooLongError, UnsupportedParameterError."""
     for index, (form, name) in enumerate(zip(forms, names, strict=True)):
         is_cut = truncation is not None and truncation[index] is not None
-        if tokenizer is not None and form.token_ids is None and not (is_cut or form.images):
+        if is_cut and (form.images or form.embeds is not None):
+            raise UnsupportedParameterError(
+                f"{name}: truncate_prompt_tokens cannot be used for a prompt with embeddings or images"
+            )
+        if tokenizer is not None and form.token_ids is None and not is_cut:
             check_text_fits(tokenizer, form.text, most, max_model_len, name)
 
 
@@ -193,14 +183,20 @@ def _too_long(excess: str, max_model_len: int) -> PromptTooLongError:
     return error
 
 
-def _read_images(form: _Form, name: str, images: ImagePrompts | None) -> ImageText | None:
+def _read_images(
+    form: _Form, name: str, images: ImagePrompts | None, features: FeatureLimits | None
+) -> ImageText | None:
     """Return the text of a prompt with images, and their pixels; None for a prompt without images."""
     if not form.images:
         return None
     if images is None:
-        raise UnsupportedParameterError(f"{name}: this engine's model takes no images")
+        raise UnsupportedParameterError(
+            f"{name}: this engine takes no images: its model has none, or its folder has no image processor that this "
+            "version knows"
+        )
     assert form.text is not None, form
-    return images.read(form.text, form.images, name, form.image_marks)
+    most = None if features is None else features.max_bytes
+    return images.read(form.text, form.images, name, form.image_marks, most)
 
 
 def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from frontend.http.bodies import ChatBody, Json
-from frontend.http.chat_request import render_prompt, with_fetched
+from frontend.http.chat_request import check_chat, render_prompt, with_fetched
 from frontend.http.errors import HttpError
-from frontend.http.pooling import list_head, pool, receipts_of
+from frontend.http.pooling import answer, check_pooling, list_head, pool, prepare, receipts_of
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
-from frontend.images.chat_images import take_images
+from frontend.images.chat_images import has_images, take_images
+from frontend.images.sources import MAX_PIXELS, MAX_PROMPT_PIXELS
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts, text_of
@@ -100,8 +101,8 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
 _DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
 _ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
 _FEW = 16  # most vectors written in the event loop
-#: Most images of one request in Jina's form, each of which is a prompt.
-_MOST_IMAGES = 2
+#: Most images of one request in Jina's form, each of which is a prompt: as many pixels as one prompt may have.
+_MOST_IMAGES = MAX_PROMPT_PIXELS // MAX_PIXELS
 _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
     "mm_processor_kwargs": "--image-max-pixels makes images smaller",
@@ -208,8 +209,15 @@ async def _pool(
     params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
     inputs, priority = _inputs_of(body), body.priority or 0
     chats, is_chat, special = [one for one in inputs if isinstance(one, ChatBody)], body.messages is not None, True
+    check_pooling(service, request, len(inputs), params, task, priority, receipt=body.receipt)
+    for chat in chats:
+        check_chat(service, chat)
+        if body.truncate_prompt_tokens is not None and has_images(chat.messages):
+            text = "truncate_prompt_tokens cannot be used for a prompt with images"
+            raise HttpError(400, text, param="truncate_prompt_tokens")
     if is_chat and task.endswith("embed"):  # the chat template decides where the model's prompt is
-        if instruction := service.tokenizer.text_prompts.named(prompt_name):
+        instruction = service.tokenizer.text_prompts.named(prompt_name) if prompt_name else ""
+        if instruction:
             chats[0].messages = [{"role": "system", "content": instruction}, *chats[0].messages]
         prompt_name = ""
     render = render_prompt if is_chat else _image_alone
@@ -219,17 +227,10 @@ async def _pool(
             special = _lacks_special_tokens(service, text_of(prompts[0]))
         if body.add_special_tokens is not None:
             special = body.add_special_tokens
-        return await pool(
-            service,
-            request,
-            prompts,
-            params,
-            task,
-            priority,
-            prompt_name,
-            add_special_tokens=special,
-            receipt=body.receipt,
+        prepared = await prepare(
+            service, request, prompts, params, task, priority, prompt_name, add_special_tokens=special
         )
+    return await answer(service, request, prepared, task)
 
 
 async def _image_alone(service: Service, request: Request, chat: ChatBody) -> PromptInput:

@@ -144,6 +144,22 @@ def test_a_folder_without_an_encoder_embeds_texts_alone(llm: LLM, folder: Path, 
             text.embed(asked(MARK, 0), use_tqdm=False)
 
 
+@pytest.mark.parametrize("settings", [None, {"image_processor_type": "OtherImageProcessor"}])
+def test_a_folder_without_a_known_image_processor_embeds_texts_alone(
+    llm: LLM, folder: Path, tmp_path: Path, settings: dict[str, str] | None
+) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    for name in ("processor_config.json", "preprocessor_config.json"):
+        (model / name).unlink(missing_ok=True)
+    if settings is not None:
+        (model / "preprocessor_config.json").write_text(json.dumps(settings))
+    with LLM(str(model), **OPTIONS) as text:
+        (expected,), (found,) = (each.embed("a text", use_tqdm=False) for each in (llm, text))
+        assert found.vectors.tobytes() == expected.vectors.tobytes()
+        with pytest.raises(UnsupportedParameterError, match="has no image processor"):
+            text.embed(asked(MARK, 0), use_tqdm=False)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("variant", usable_variants())
 def test_bits_are_the_requests_own(dtype: Any, variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,11 @@ def test_a_vector_may_keep_its_length(monkeypatch: pytest.MonkeyPatch, fields: d
     """The parameters of the engine's request: the fake executor's vectors have no length of their own."""
     asked: list[PoolingParams] = []
 
-    async def pool(service: Any, request: Any, prompts: Any, params: PoolingParams, *rest: Any, **more: Any) -> Any:
+    def check(service: Any, request: Any, count: int, params: PoolingParams, *rest: Any, **more: Any) -> Any:
         asked.append(params)
         raise HttpError(503, "enough")
 
-    monkeypatch.setattr(embeddings, "pool", pool)
+    monkeypatch.setattr(embeddings, "check_pooling", check)
     service: Any = SimpleNamespace(check_model=lambda request, name: "demo")
     body = msgspec.json.encode({"input": "x", **fields})
     request: Any = SimpleNamespace(decode=lambda decoder: decoder.decode(body))
