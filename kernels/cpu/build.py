@@ -179,19 +179,25 @@ def find_compiler() -> Compiler:
     return Compiler(command, done.stdout)
 
 
-def check_instructions(variant: str, compiler: Compiler) -> None:
-    """Raise CannotCompileError if the compiler or its assembler does not support the variant's instructions."""
+def check_instructions(variant: str, compiler: Compiler, seconds: float = BUILD_S) -> None:
+    """Raise CannotCompileError if the compiler or its assembler does not support the variant's instructions.
+
+    Errors: CpuLibraryError if it does not say so within `seconds`.
+    """
     flags, _, probe = VARIANTS[variant]
     if not probe:
         return
-    command = [*compiler.command, *flags, "-x", "c", "-c", "-", "-o", os.devnull]
+    name = shlex.join(compiler.command)
     try:
-        subprocess.run(command, input=probe, capture_output=True, text=True, errors="replace", check=True, timeout=30)
-    except subprocess.TimeoutExpired as error:
-        raise CpuLibraryError(f"the C compiler {shlex.join(compiler.command)} fails ({error})") from error
-    except (OSError, subprocess.SubprocessError) as error:
+        with tempfile.TemporaryDirectory(prefix=BUILD_FOLDER_PREFIX) as folder:
+            Path(folder, "probe.c").write_text(probe)
+            command = [*compiler.command, *flags, "-c", "probe.c", "-o", os.devnull]
+            _run("fails", [command], folder, time.monotonic() + seconds)
+    except subprocess.TimeoutExpired:
+        raise CpuLibraryError(f"{name} did not finish within {seconds:.0f} s") from None
+    except (OSError, _CompilerFailedError) as error:
         raise CannotCompileError(
-            f"{shlex.join(compiler.command)} does not support the instructions of the variant {variant} ({error})"
+            f"{name} does not support the instructions of the variant {variant} ({error})"
         ) from error
 
 

@@ -79,7 +79,7 @@ def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, en
         if not _is_intact_file(path):
             with _locked(folder / "lock", end):
                 if not _is_intact_file(path):  # another process may have built it since
-                    check_instructions(name, compiler)
+                    check_instructions(name, compiler, max(0.0, end - time.monotonic()))
                     _remove_leftovers(folder)
                     if on_build is not None:
                         on_build()

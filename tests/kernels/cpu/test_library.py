@@ -28,7 +28,7 @@ from kernels.cpu.build import (
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import find_library_soon
 
-SOURCE = "void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\n"
+SOURCE = "void pool_start(int n) { (void)n; }\nvoid pool_wake(void) {}\nvoid amx_use(int n) { (void)n; }\n"
 
 
 @pytest.fixture(scope="module")
