@@ -5,9 +5,12 @@
  *
  * Sixteen steps of a packed panel are two adjacent tiles. A block is at most 32 rows, with a panel's 32 columns: two by
  * two tiles of sums. Partly filled tiles cost the same, so one row costs as much as sixteen: less than reading the
- * weights. With one block, weights that must be unpacked are unpacked to a small ring. With more blocks a group of
- * panels is unpacked to memory that the second level cache keeps, while the first block is multiplied; rows of x stay
- * in the first level cache, because weights are loaded past it.
+ * weights. With one block, weights that must be unpacked are unpacked to a small ring.
+ *
+ * With more blocks a group of panels is unpacked to memory that the second level cache keeps, while the first block is
+ * multiplied; the other blocks prefetch the next group. Rows of x are copied first, as tiles one after the other, since
+ * rows of a tile that are far apart take longer to load; a deep matrix is multiplied in several parts of its depth, and
+ * the sums are kept in between. The rows of a finished panel are stored while the next one is multiplied.
  */
 #ifndef GEMM_AMX_H
 #define GEMM_AMX_H

@@ -113,20 +113,12 @@ void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, ch
     unpack_whole(weights + panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16), begin / 2, (end + 1) / 2, out);
 }
 
-/* Weights that are not unpacked yet. */
-typedef struct {
-    const char *begin;
-    int64_t bytes;
-} Packed;
-
 static int64_t end_of_slice(const Gemm *args, int64_t begin) {
     return args->depth - begin > DEPTH ? begin + DEPTH : args->depth;
 }
 
-/* Return the address of a panel's slice that starts at place `begin`. */
-static Packed packed_slice(const Gemm *args, int64_t panel, int64_t begin) {
+Packed gemm_packed(const Gemm *args, int64_t panel, int64_t begin, int64_t end) {
     const char *weights = args->weights;
-    const int64_t end = end_of_slice(args, begin);
     if (args->packing == QUANTIZED_WEIGHTS) {
         const QuantizedPanel *entry = quantized_panel(weights, panel);
         const QuantizedLayout layout = layout_of(entry->type);
@@ -139,6 +131,11 @@ static Packed packed_slice(const Gemm *args, int64_t panel, int64_t begin) {
     }
     weights += panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16);
     return (Packed){weights + begin / 2 * STEP_BYTES, (end - begin) / 2 * STEP_BYTES};
+}
+
+/* Return the weights of a panel's slice that starts at place `begin`. */
+static Packed packed_slice(const Gemm *args, int64_t panel, int64_t begin) {
+    return gemm_packed(args, panel, begin, end_of_slice(args, begin));
 }
 
 /* Return the weights that are unpacked after a panel's slice from `begin` on, when the panels are [first, last). */

@@ -38,6 +38,15 @@ INLINE Slice slice_of_x(const Gemm *args, int64_t row, int64_t num_rows, int64_t
  * is a multiple of GROUP; `end` too, or it is the depth. */
 void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out);
 
+/* Packed weights. */
+typedef struct {
+    const char *begin;
+    int64_t bytes;
+} Packed;
+
+/* Return where places [begin, end) of a panel are; both as gemm_unpack() takes them. */
+Packed gemm_packed(const Gemm *args, int64_t panel, int64_t begin, int64_t end);
+
 /* Whether a product of num_rows rows is computed slice by slice. */
 int gemm_has_slices(const Gemm *args, int64_t num_rows);
 
