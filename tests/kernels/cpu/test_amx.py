@@ -27,9 +27,11 @@ from kernels.cpu.build import (
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
+from kernels.cpu.quantized import quantize
+from kernels.dequantize import BLOCK_SIZES
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.kernels.attention_reference import reference_attention
-from tests.kernels.block_scales import INTEGER_TYPES
+from tests.kernels.block_scales import INTEGER_TYPES, TYPES, set_scales
 from tests.kernels.cpu.test_attention import CpuBench, attention_of
 from tests.kernels.cpu.test_int8 import packed
 from tests.kernels.cpu.test_quantized import numbers
@@ -196,6 +198,27 @@ def test_products_of_codes_by_the_instructions_have_the_emulated_bits(name: str)
             bits.append(matrix(x[:rows]).view(np.uint32).copy())
         use(1)
         assert np.array_equal(*bits), rows
+
+
+@pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
+@pytest.mark.parametrize("name", TYPES)
+def test_quantized_products_by_the_instructions_have_the_emulated_bits(name: str) -> None:
+    """Emulated, groups are unpacked by the functions of all variants. Some scales are as small or large as they can be."""
+    library, x = load_cpu_library("amx"), numbers(40)
+    use, rows = library.function("amx_use", ctypes.c_int), ordinary_weights(name, 128)
+    blocks = rows.data.reshape(128, -1, BLOCK_SIZES[name][1])
+    for row, scale in ((3, 0.0), (40, 2**-24), (70, -60000.0), (101, 2.0**-110)):
+        set_scales(blocks[row : row + 1, -1], name, scale)
+    stored = quantize(library, [rows])
+    assert stored is not None
+    matrix = PackedMatrix(library, stored, out_dtype=FLOAT32)
+    for count in (1, 16, 17, 40):
+        bits = []
+        for is_real in (1, 0):
+            use(is_real)
+            bits.append(matrix(x[:count]).view(np.uint32).copy())
+        use(1)
+        assert np.array_equal(*bits), count
 
 
 @needs_avx512

@@ -2,6 +2,7 @@
 
 #if defined(__AMX_BF16__)
 
+#include "blocks/unpack_amx.h"
 #include "products/gemm_slices.h"
 
 /* Tiles: sums of two by two, then rows of x, then weights. */
@@ -60,6 +61,10 @@ typedef struct {
     int keeps;          /* whether all slabs of the group are kept for the next blocks */
     Sums *kept;         /* of the block and the group's first panel, if the depth has several parts; or NULL */
     Sums *sums;         /* of the panel that is multiplied, and of the one before */
+    char *room;            /* of this thread: its address takes a call */
+    UnpackGroup unpack;    /* of the panel that is multiplied; or NULL */
+    const char *quantized; /* that panel, and its type */
+    int32_t type;
     Pending pending;
     int rounds_only; /* whether the sums of whole panels are rounded and stored, and nothing else */
     Ahead ahead;
@@ -86,12 +91,16 @@ INLINE const char *packed_place(const Gemm *args, int64_t panel, int64_t slab) {
 /* Return where a slab is, once unpacked. */
 INLINE char *place_of(const RowBlock *rows, int64_t panel, int64_t slab) {
     const int64_t kept = (panel - rows->first) * (rows->end - rows->begin) + slab - rows->begin;
-    return room + (rows->keeps ? kept : slab % RING_SLABS) * SLAB_BYTES;
+    return rows->room + (rows->keeps ? kept : slab % RING_SLABS) * SLAB_BYTES;
 }
 
 /* Unpack a slab, if there is one of this number. */
 INLINE void prepare(const RowBlock *rows, int64_t panel, int64_t slab) {
-    if (slab < rows->end && !is_in_place(rows, slab)) unpack_slab(rows->args, panel, slab, place_of(rows, panel, slab));
+    if (slab >= rows->end || is_in_place(rows, slab)) return;
+    if (rows->unpack)
+        rows->unpack(rows->quantized, rows->type, slab, place_of(rows, panel, slab));
+    else
+        unpack_slab(rows->args, panel, slab, place_of(rows, panel, slab));
 }
 
 INLINE const char *weights_of(const RowBlock *rows, int64_t panel, int64_t slab) {
@@ -99,6 +108,15 @@ INLINE const char *weights_of(const RowBlock *rows, int64_t panel, int64_t slab)
     const char *weights = packed_place(rows->args, panel, slab);
     for (int line = 0; line < SLAB_BYTES; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
     return weights;
+}
+
+/* Find out how a panel's slabs are unpacked. */
+INLINE void choose_unpacker(RowBlock *rows, int64_t panel, const int is_real) {
+    rows->unpack = NULL;
+    if (!is_real || rows->args->packing != QUANTIZED_WEIGHTS) return;
+    const QuantizedPanel *entry = quantized_panel(rows->args->weights, panel);
+    rows->unpack = unpacker_of(entry->type);
+    rows->quantized = (const char *)rows->args->weights + entry->offset, rows->type = entry->type;
 }
 
 /* Whether y consists of the sums, rounded to bfloat16 by an instruction: AMX's sums are no denormal numbers, the only ones
@@ -182,6 +200,7 @@ INLINE void multiply_panel(Amx *amx, RowBlock *rows, int64_t panel, const int is
     const char *ready = rows->keeps ? place_of(rows, panel, rows->begin) : packed_place(rows->args, panel, rows->begin);
     Sums *kept = rows->kept ? rows->kept + (panel - rows->first) : NULL;
     begin_sums(amx, kept && rows->begin ? *kept : NULL, is_tall, is_real);
+    if (!is_ready) choose_unpacker(rows, panel, is_real);
     for (int64_t slab = rows->begin; !is_ready && slab < rows->begin + AHEAD; slab++) prepare(rows, panel, slab);
     for (int64_t slab = rows->begin; slab < rows->end; slab++) {
         if (!is_ready) prepare(rows, panel, slab + AHEAD);
@@ -247,7 +266,7 @@ INLINE void multiply_block(const Gemm *args, int64_t begin, int64_t end, int64_t
     Amx amx;
     Sums sums[2] __attribute__((aligned(64)));
     char tail[X_SLAB_BYTES] __attribute__((aligned(64))) = {0};
-    RowBlock rows = {.args = args, .tail = tail, .end = num_slabs(args), .sums = sums};
+    RowBlock rows = {.args = args, .tail = tail, .end = num_slabs(args), .sums = sums, .room = room};
     rows.rounds_only = rounds_only(args, is_real);
     take_rows(&amx, &rows, begin, (int)(end - begin), is_real);
     copy_tail(&rows, tail);
@@ -347,7 +366,7 @@ INLINE void multiply_blocks(const Gemm *args, Part *part, const int is_real) {
     char tail[X_SLAB_BYTES] __attribute__((aligned(64))) = {0};
     const int64_t slabs = num_slabs(args), parts = num_parts(args), group = group_of((slabs + parts - 1) / parts);
     const int is_copied = slabs > FEW_SLABS && part->end - part->begin > 3 * TALL;
-    RowBlock rows = {.args = args, .tail = tail, .sums = sums};
+    RowBlock rows = {.args = args, .tail = tail, .sums = sums, .room = room};
     rows.rounds_only = rounds_only(args, is_real);
     rows.keeps = args->packing != WHOLE_WEIGHTS || args->depth % AMX_DEPTH;
     for (int64_t i = 0; i < parts; i++) {
