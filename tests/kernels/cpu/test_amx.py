@@ -203,7 +203,7 @@ def test_products_of_codes_by_the_instructions_have_the_emulated_bits(name: str)
 @pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
 @pytest.mark.parametrize("name", TYPES)
 def test_quantized_products_by_the_instructions_have_the_emulated_bits(name: str) -> None:
-    """Emulated, groups are unpacked by the functions of all variants. Some scales are as small or large as they can be."""
+    """The functions of all variants unpack for the emulation. Some scales are as small or large as they can be."""
     library, x = load_cpu_library("amx"), numbers(40)
     use, rows = library.function("amx_use", ctypes.c_int), ordinary_weights(name, 128)
     blocks = rows.data.reshape(128, -1, BLOCK_SIZES[name][1])
