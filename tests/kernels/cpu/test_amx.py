@@ -191,7 +191,7 @@ def test_products_of_codes_by_the_instructions_have_the_emulated_bits(name: str)
         library.function("amx_use", ctypes.c_int),
         packed(library, [ordinary_weights(name, 40)], out_dtype=FLOAT32),
     )
-    for rows in (17, 32, 140):
+    for rows in (9, 17, 32, 140):
         bits = []
         for is_real in (1, 0):
             use(is_real)
@@ -219,6 +219,20 @@ def test_quantized_products_by_the_instructions_have_the_emulated_bits(name: str
             bits.append(matrix(x[:count]).view(np.uint32).copy())
         use(1)
         assert np.array_equal(*bits), count
+
+
+@needs_avx512
+@pytest.mark.parametrize(("rows", "depth"), [(300, 64), (70, 16384), (20, 65600)], ids=str)
+def test_many_rows_and_deep_products_of_codes_have_the_bits_of_another_variant(
+    library: CpuLibrary, rows: int, depth: int
+) -> None:
+    """Rows are stored together in chunks, which a thread has room for; of the deepest products it has not."""
+    weights, x = ordinary_weights("Q4_1", 40, depth), numbers(rows, depth)
+    results = [
+        packed(variant, [weights], out_dtype=FLOAT32)(x).view(np.uint32).copy()
+        for variant in (library, load_cpu_library("avx512"))
+    ]
+    assert np.array_equal(*results)
 
 
 @needs_avx512
@@ -257,17 +271,17 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
     used: dict[str, set[str]] = {}
     for text in re.split(r"\n\n(?=[0-9a-f]+ <)", listing):
         name = re.search(r"<(\w+)", text)
-        words = set(re.findall(r"\b(tdpbf16ps|tdpbsud|ldtilecfg|tilerelease|tileload\w+|tilestored|tilezero)\b", text))
+        words = set(re.findall(r"\b(tdpbf16ps|tdpbssd|ldtilecfg|tilerelease|tileload\w+|tilestored|tilezero)\b", text))
         if name and words:
             used[name[1]] = words
     common = {"ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tilezero"}
     assert used == {
         "multiply_real": common | {"tdpbf16ps", "tileloaddt1"},
         "attend_real": common | {"tdpbf16ps"},
-        "multiply_codes_real": common | {"tdpbsud"},
+        "multiply_codes_real": (common - {"tilezero"}) | {"tdpbssd"},
     }
     assert re.search(r"tdpbf16ps %tmm6,%tmm4,%tmm0", listing), "sums, rows of x, weights, in the assembler's order"
-    assert re.search(r"tdpbsud %tmm4,%tmm2,%tmm0", listing), "sums, rows of x, codes"
+    assert re.search(r"tdpbssd %tmm4,%tmm2,%tmm0", listing), "sums, rows of x, codes"
 
 
 def words_of_a_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: frozenset[str]) -> None:

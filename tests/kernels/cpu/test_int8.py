@@ -141,10 +141,10 @@ def test_a_row_that_is_not_finite_or_nearly_zero_concerns_itself_alone(variant: 
 
 def test_panels_of_several_types_are_multiplied_in_bfloat16(variant: CpuLibrary) -> None:
     parts = [ordinary("Q4_0", 48), ordinary("Q8_0", 48, seed=1), ordinary("Q6_K", 32, seed=2)]
-    matrix, x = packed(variant, parts, out_dtype=FLOAT32), numbers(7)
+    matrix, x = packed(variant, parts, out_dtype=FLOAT32), numbers(33)
     whole = PackedMatrix(variant, quantize(variant, parts), out_dtype=FLOAT32)  # type: ignore[arg-type]
     expected = np.concatenate([product(x, parts_of(part)) for part in parts], 1)
-    for count in (1, 3, 7):
+    for count in (1, 3, 7, 33):
         found = matrix(x[:count])
         assert np.array_equal(found[:, :32], expected[:count, :32])
         assert np.array_equal(found[:, 64:96], expected[:count, 64:96])

@@ -84,7 +84,8 @@ void emulate_product_of_codes(Amx *amx, int sums, int left, int right) {
         for (int step = 0; step < steps; step++)
             for (int place = 0; place < 4; place++) {
                 const int8_t x = (int8_t)(amx->tiles[left][row][step] >> 8 * place);
-                sum += all_words((uint32_t)x) * (load_words(amx->tiles[right][step]) >> 8 * place & 0xff);
+                const Words from_its_sign = load_words(amx->tiles[right][step]) << (24 - 8 * place);
+                sum += all_words((uint32_t)x) * (Words)_mm512_srai_epi32((__m512i)from_its_sign, 24);
             }
         store_floats(amx->tiles[sums][row], (Floats)sum);
     }

@@ -14,7 +14,7 @@
  * machines with AMX, tests/kernels/cpu/test_amx.py compares the two.
  *
  * The product of codes adds to sums [rows, 16] (int32) what left [rows, steps] (four signed 8-bit integers) times right
- * [steps, 16] (four unsigned ones) gives: TDPBSUD, exact while the sums fit.
+ * [steps, 16] (four more) gives: TDPBSSD, exact while the sums fit.
  *
  * The functions with is_real, a constant, are one instruction each; only their operands are not tested without AMX.
  * gcc's own intrinsics are not used: those of gcc 12 do not say which memory they read.
@@ -111,7 +111,7 @@ INLINE void amx_product(Amx *amx, const int sums, const int left, const int righ
 
 INLINE void amx_product_of_codes(Amx *amx, const int sums, const int left, const int right, const int is_real) {
     if (is_real)
-        __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right) : "memory");
+        __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right) : "memory");
     else
         emulate_product_of_codes(amx, sums, left, right);
 }
