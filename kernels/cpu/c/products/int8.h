@@ -75,7 +75,7 @@ extern const Int8Functions int8_plain, int8_vnni, int8_avx_vnni;
 /* Rows of x that are multiplied with some panels, one after the other. */
 typedef struct {
     int64_t begin, end;
-    int form; /* in which a thread's room has them (int8_four_rows.c) */
+    int form; /* in which a thread's room has them (int8_four_rows.c); of AMX the first row that it has (int8_amx.c) */
 } Int8Chunk;
 
 enum { NO_FORM = -1 };

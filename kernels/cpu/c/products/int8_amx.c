@@ -32,7 +32,7 @@ typedef struct {
     const Int8Group *groups;
     const TileRows *x; /* [16 rows][x_step] */
     int64_t count, x_step;
-    const char *ahead; /* what is prefetched meanwhile */
+    const char *ahead; /* what is prefetched with the first 16 rows: `ahead_bytes` for each vector of columns */
     int64_t ahead_bytes;
     float *out; /* [rows][PANEL_COLUMNS], which are added to */
 } TileWork;
@@ -144,7 +144,7 @@ INLINE void multiply_slice(Amx *amx, const TileWork *work, int64_t num_rows, con
     }
 }
 
-/* Configure the tiles. Rows past the last one are multiplied too, and nobody looks at their sums. */
+/* Configure the tiles. Rows past the last one are multiplied too; their sums are not used. */
 static void shape(Amx *amx) {
     amx->shapes = (AmxShapes){.palette = 1};
     for (int i = 0; i < 2; i++) {

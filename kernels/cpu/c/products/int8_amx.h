@@ -9,7 +9,7 @@
  * subtraction, which is exact, takes the place of a conversion.
  *
  * After a tile's instruction, conversions and products of vectors have one unit instead of two for some hundred cycles
- * (Intel Emerald Rapids); additions have two. So vectors decide how long this takes, and not tiles.
+ * (Intel Emerald Rapids); additions have two. A tile's loads and its store hardly overlap with vectors.
  */
 #ifndef INT8_AMX_H
 #define INT8_AMX_H
