@@ -26,7 +26,7 @@ enum { FEW_ROWS = 16, UNIT_ROWS = 1, MOST_LEFT = 0 };
 #endif
 enum { MOST_FEW_ROWS = VECTOR_BYTES == 64 ? 32 : FEW_ROWS };
 
-/* With more rows AMX is faster. On an Intel Emerald Rapids 8 rows take as long either way, 16 rows 0.6 to 0.75 of the
+/* With more rows AMX is faster. On an Intel Emerald Rapids 8 rows take as long either way, 16 rows 0.6 to 0.8 of the
  * time. Types with halves have twice the tiles: 16 and 32 rows took 0.8 and 0.9 of the time, 128 rows 1.0, and more than
  * twice as long whenever something else seemed to use the core. So they are left out. */
 enum { MOST_ROWS_WITHOUT_AMX = 8 };
