@@ -20,22 +20,22 @@ from tests.core.runner.invariance_scenarios import ONE_OF_EACH, PROMPT, scenario
 
 #: As DIGESTS of test_cpu_variants.py, with this cache.
 DIGESTS: dict[tuple[int, str, str], str] = {
-    (1, "amx", "float32"): "11464b078d99a408",
-    (1, "amx", "bfloat16"): "fb83b0b56e4d9e8d",
-    (1, "avx512bf16", "float32"): "11464b078d99a408",
-    (1, "avx512bf16", "bfloat16"): "52d9a356531fdddd",
-    (1, "avx512", "float32"): "11464b078d99a408",
-    (1, "avx512", "bfloat16"): "42ad372182343d3c",
-    (1, "avx2", "float32"): "2c8dab846c08abab",
-    (1, "avx2", "bfloat16"): "f411c68d1f6bec06",
-    (1, "neon_bf16", "float32"): "4f500189dd855c95",
-    (1, "neon_bf16", "bfloat16"): "277d2b612f903284",
-    (1, "neon_dot", "float32"): "4f500189dd855c95",
-    (1, "neon_dot", "bfloat16"): "277d2b612f903284",
-    (1, "neon", "float32"): "4f500189dd855c95",
-    (1, "neon", "bfloat16"): "277d2b612f903284",
-    (1, "portable", "float32"): "01590ccbdbe34aa7",
-    (1, "portable", "bfloat16"): "e5a5ca22efd2a04a",
+    (2, "amx", "float32"): "11464b078d99a408",
+    (2, "amx", "bfloat16"): "fb83b0b56e4d9e8d",
+    (2, "avx512bf16", "float32"): "11464b078d99a408",
+    (2, "avx512bf16", "bfloat16"): "52d9a356531fdddd",
+    (2, "avx512", "float32"): "11464b078d99a408",
+    (2, "avx512", "bfloat16"): "42ad372182343d3c",
+    (2, "avx2", "float32"): "2c8dab846c08abab",
+    (2, "avx2", "bfloat16"): "f411c68d1f6bec06",
+    (2, "neon_bf16", "float32"): "4f500189dd855c95",
+    (2, "neon_bf16", "bfloat16"): "277d2b612f903284",
+    (2, "neon_dot", "float32"): "4f500189dd855c95",
+    (2, "neon_dot", "bfloat16"): "277d2b612f903284",
+    (2, "neon", "float32"): "4f500189dd855c95",
+    (2, "neon", "bfloat16"): "277d2b612f903284",
+    (2, "portable", "float32"): "01590ccbdbe34aa7",
+    (2, "portable", "bfloat16"): "e5a5ca22efd2a04a",
 }
 
 

@@ -172,15 +172,32 @@ def test_the_instructions_give_the_emulated_bits() -> None:
 
 
 @pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
-def test_attention_by_the_instructions_has_the_emulated_bits() -> None:
+@pytest.mark.parametrize(("heads", "block_size"), [((9, 3, 64), 16), ((4, 1, 128), 32), ((9, 1, 80), 8)], ids=str)
+@pytest.mark.parametrize("window", [None, 139])
+def test_attention_by_the_instructions_has_the_emulated_bits(
+    heads: tuple[int, int, int], block_size: int, window: int | None
+) -> None:
     library = load_cpu_library("amx")
     use, attention = library.function("amx_use", ctypes.c_int), attention_of(library)
     outputs = []
     for is_real in (1, 0):
         use(is_real)
-        outputs.append(CpuBench((600,), (9, 3, 64), torch.bfloat16, 0).run(0, [570, 30], attention=attention))
+        bench = CpuBench((600,), heads, torch.bfloat16, 0, block_size, window)
+        outputs.append(bench.run(0, [560, 1, 39], attention=attention))
     use(1)
     assert torch.equal(*outputs)
+
+
+@needs_avx512
+@pytest.mark.parametrize("heads", [(6, 2, 64), (2, 2, 144)], ids=str)
+def test_attention_does_not_depend_on_the_size_of_blocks(library: CpuLibrary, heads: tuple[int, int, int]) -> None:
+    """Values are summed over 32 tokens at a time, also where a block has 16 or the cache has none after the 16th."""
+    outputs = [
+        CpuBench((545,), heads, torch.bfloat16, 0, size).run(0, [500, 45], attention=attention_of(library))
+        for size in (8, 16, 32)
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[1], outputs[2])
 
 
 @pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
@@ -263,7 +280,8 @@ def test_attention_does_not_depend_on_how_a_context_came(
 
 @needs_avx512
 def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
-    """By the disassembler: AMX's instructions are in three functions only, and each gives its tiles back."""
+    """By the disassembler: AMX's instructions are in these functions only. Products give their tiles back, and
+    attention does after its last item."""
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump")
     file = find_library("amx").path
@@ -277,7 +295,9 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
     common = {"ldtilecfg", "tilerelease", "tileloadd", "tilestored", "tilezero"}
     assert used == {
         "multiply_real": common | {"tdpbf16ps", "tileloaddt1"},
-        "attend_real": common | {"tdpbf16ps"},
+        "begin_attention": {"ldtilecfg"},
+        "attend_real": common - {"ldtilecfg", "tilerelease"} | {"tdpbf16ps", "tileloaddt1"},
+        "end_attention": {"tilerelease"},
         "multiply_codes_real": (common - {"tilezero"}) | {"tdpbssd"},
     }
     assert re.search(r"tdpbf16ps %tmm6,%tmm4,%tmm0", listing), "sums, rows of x, weights, in the assembler's order"

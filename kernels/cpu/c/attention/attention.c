@@ -201,7 +201,8 @@ static void finish_item(const Work *work) {
                     LANES + work->width);
 }
 
-static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
+static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch,
+                     Amx *amx) {
     const Work work = start_item(args, item, next, scratch);
     for (int first = item->begin; first < item->end; first += TILE) {
         Tile tile;
@@ -210,7 +211,7 @@ static void run_item(const Attention *args, const AttentionItem *item, const Att
         if (args->shape.dtype == FLOAT32)
             attend_float32(&work, &tile);
         else if (HAS_AMX)
-            attend_amx(&work, &tile);
+            attend_amx(amx, &work, &tile);
         else
             attend_bfloat16(&work, &tile);
     }
@@ -250,11 +251,15 @@ void attention_part(const Attention *args, int thread, int num_threads) {
     int64_t scratch_bytes = attention_scratch_bytes(&args->shape, args->num_heads, args->max_item_tokens);
     char *scratch = args->scratch + thread * ((scratch_bytes + 63) / 64 * 64);
     const AttentionItem *item = item_of(args, 0, thread, num_threads);
+    const int uses_amx = HAS_AMX && item && args->shape.dtype == BFLOAT16;
+    Amx amx;
+    if (uses_amx) begin_attention(&amx, args->max_item_tokens * (args->num_heads / args->shape.num_kv_heads));
     for (int round = 1; item; round++) {
         const AttentionItem *next = item_of(args, round, thread, num_threads);
-        run_item(args, item, next, scratch);
+        run_item(args, item, next, scratch, &amx);
         item = next;
     }
+    if (uses_amx) end_attention();
     if (args->num_merges == 0) return;
     pool_barrier();
     for (int i = thread; i < args->num_merges; i += num_threads) run_merge(args, &args->merges[i]);

@@ -36,8 +36,8 @@ typedef struct {
 
 /* Scores of some rows for a tile, then their weights. */
 typedef struct {
-    float scores[BLOCK_ROWS][TILE] __attribute__((aligned(64)));
-    uint32_t weights[BLOCK_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
+    float scores[MAX_ROWS][TILE] __attribute__((aligned(64)));
+    uint32_t weights[MAX_ROWS][TILE] __attribute__((aligned(64))); /* units: bfloat16 pairs, or float32 */
     Floats highest[BLOCK_ROWS]; /* of the scores, lane by lane */
     Floats sums[BLOCK_ROWS];    /* of the weights, lane by lane */
     float maximum[LANES];     /* of each row's scores; 0 if it sees nothing */
