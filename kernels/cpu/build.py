@@ -59,7 +59,7 @@ _INTEL = "GenuineIntel"  # its vendor_id
 
 #: What a CPU with AMX has, and what its attention rounds weights with. Without them the amx variant is emulated.
 AMX = frozenset(["amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"])
-_AMX_PRODUCTS = "tdpbf16ps %tmm2, %tmm1, %tmm0\n\ttdpbssd %tmm2, %tmm1, %tmm0"
+_AMX_PRODUCTS = "tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttdpbssd %tmm2, %tmm1, %tmm0"
 _AMX_PROBE = f'void probe(void) {{ __asm__ volatile("{_AMX_PRODUCTS}\\n\\ttilerelease"); }}'
 
 #: Best first, before usable_variants() removes some.
