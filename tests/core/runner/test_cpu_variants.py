@@ -25,8 +25,8 @@ DIGESTS: dict[tuple[int, str, str], str] = {
     (2, "avx512", "bfloat16"): "900a8b33613038e4",
     (2, "avx2", "float32"): "d1fd719dbb158d86",
     (2, "avx2", "bfloat16"): "036ac88fc533b722",
-    **{(1, variant, "float32"): "4243da838f9c8d2f" for variant in NEON},
-    **{(1, variant, "bfloat16"): "5d985a0e68861668" for variant in NEON},
+    **{(2, variant, "float32"): "4243da838f9c8d2f" for variant in NEON},
+    **{(2, variant, "bfloat16"): "5d985a0e68861668" for variant in NEON},
     (2, "portable", "float32"): "14b17b327dc62800",
     (2, "portable", "bfloat16"): "5d985a0e68861668",
 }

@@ -36,8 +36,8 @@ DIGESTS: dict[tuple[int, str, str], str] = {
     (2, "avx512", "bfloat16"): "88202738899ef820",
     (2, "avx2", "float32"): "c6f9b74d591f8a5e",
     (2, "avx2", "bfloat16"): "88202738899ef820",
-    **{(1, variant, "float32"): "11cdb0ae63ed17fc" for variant in ("neon_bf16", "neon_dot", "neon")},
-    **{(1, variant, "bfloat16"): "88202738899ef820" for variant in ("neon_bf16", "neon_dot", "neon")},
+    **{(2, variant, "float32"): "11cdb0ae63ed17fc" for variant in ("neon_bf16", "neon_dot", "neon")},
+    **{(2, variant, "bfloat16"): "88202738899ef820" for variant in ("neon_bf16", "neon_dot", "neon")},
     (2, "portable", "float32"): "a28f92c1b87609cb",
     (2, "portable", "bfloat16"): "320c1b7845fa2ac6",
 }
