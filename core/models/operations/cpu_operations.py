@@ -33,7 +33,7 @@ from kernels.cpu.experts import CpuExperts, ExpertProducts
 from kernels.cpu.gemm import PackedMatrix, SecondForm, pack, pack_second
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.latent import CpuLatent
-from kernels.cpu.library import ARITHMETIC, ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary, arithmetic_of
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.packed_weights import QUANTIZED, PackedWeights
@@ -145,7 +145,7 @@ class CpuOperations:
     def variant(self) -> str:
         """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
         stored_as = self._cache_type.stored_as
-        kernels = f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
+        kernels = f"c-{self.library.variant} arithmetic={arithmetic_of(self.library.variant)} attention={TILE}"
         return f"{kernels} kv={stored_as}" if stored_as else kernels
 
     def wake(self) -> None:
