@@ -173,7 +173,7 @@ def test_a_receipt_names_images_by_their_digests(key: SigningKey) -> None:
         contents = msgspec.structs.replace(again.contents, features=features)
         assert msgspec.structs.replace(again, contents=contents).broken_digests() == ["features"]
     assert b"features" not in made().to_json()
-    assert b"0101" not in one.without_contents().to_json()
+    assert b"01" * 32 not in one.without_contents().to_json()
 
 
 def test_a_receipt_of_vectors(key: SigningKey) -> None:

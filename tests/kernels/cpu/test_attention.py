@@ -76,6 +76,23 @@ def test_equals_float64_loop(heads, dtype, attention):
     assert difference.abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("chunks", [[40], [20, 20], [39, 1]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_score_of_minus_infinity_is_a_weight_of_zero(dtype, chunks, attention):
+    bench = CpuBench((40,), (4, 2, 16), dtype, seed=0)
+    keys, values = bench.kv[0].view(40, 2, 2, 16).unbind(1)
+    bench.q[0].zero_()
+    bench.q[0][:, :, 0] = 1e20
+    keys.zero_()
+    keys[3, :, 0] = -1e20
+    got = bench.run(0, chunks, attention=attention).float().view(40, 4, 16)
+    seen = torch.arange(40)[:, None] >= torch.arange(40)
+    seen[4:, 3] = False  # each of the others weighs the same
+    weights = seen / seen.sum(1, keepdim=True)
+    expected = torch.einsum("st,thd->shd", weights, values.float()).repeat_interleave(2, dim=1)
+    assert torch.allclose(got[4:], expected[4:], atol=1e-5 if dtype == torch.float32 else 2e-2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_windows_equal_float64_loop(window, dtype, c_library):

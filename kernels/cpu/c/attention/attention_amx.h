@@ -30,8 +30,8 @@ enum { UNITS = AMX_DEPTH / 2 }; /* units of q, and rows of a chunk of K, that ma
  * With 2 instead of 1, heads of 128 take 2 to 4 % less time and heads of 64 the same (Intel Emerald Rapids). */
 enum { PAIRS_AHEAD = 2 };
 
-/* The score of a token that a row does not see: so little that its weight is 0. power() makes NaN of an infinity. */
-#define HIDDEN (-1e30f)
+/* The score of a token that a row does not see: less than any that it sees, and so little that its weight is 0. */
+#define HIDDEN (-3e38f)
 
 enum { NUM_PAIRS = TILE_CHUNKS / 2 };
 
@@ -98,11 +98,13 @@ INLINE Words units_of_weights(Floats a, Floats b, const int is_real) {
     return units;
 }
 
-/* 2 ** x for x <= 0, or so little above that it is a rounding error; relative error 6e-5. NaN for an infinity. While tiles are multiplied, only
- * one unit of Intel's CPUs does products of vectors, and another one adds and looks up. So x is split by additions into
- * a multiple of 1/32 and the rest, and 2 ** rest is a line. */
+/* 2 ** x for x <= 0, or so little above that it is a rounding error; relative error 6e-5. While tiles are multiplied,
+ * only one unit of Intel's CPUs does products of vectors, and another one adds and looks up. So x is split by additions
+ * into a multiple of 1/32 and the rest, and 2 ** rest is a line. The rest of minus infinity is no number; the maximum
+ * makes one of it, and what it is does not matter, because the multiple makes 0 of it, and NaN of NaN. */
 INLINE Floats power(Floats x) {
-    const Floats split = all_floats(0x1.8p18f), sum = x + split, multiple = sum - split, rest = x - multiple;
+    const Floats split = all_floats(0x1.8p18f), sum = x + split, multiple = sum - split;
+    const Floats rest = (Floats)_mm512_max_ps((__m512)(x - multiple), _mm512_set1_ps(-1.0f));
     const __m512 low = _mm512_load_ps(POWERS), high = _mm512_load_ps(POWERS + LANES), ln2 = _mm512_set1_ps(0x1.62e43p-1f);
     const __m512i places = (__m512i)sum; /* the lowest 5 bits count */
     const __m512 value = _mm512_permutex2var_ps(low, places, high);

@@ -135,12 +135,7 @@ INLINE void unpack_bytes(const Part *part, const int type) {
         }
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
-            if (is_e4m3(type))
-                store_products(part, 4 * r + j, float_bits_of_e4m3(row.low, 8 * j), float_bits_of_e4m3(row.high, 8 * j),
-                               type);
-            else
-                store_products(part, 4 * r + j, number_at_base(row.low, j, type), number_at_base(row.high, j, type),
-                               type);
+            store_products(part, 4 * r + j, number_at_base(row.low, j, type), number_at_base(row.high, j, type), type);
     }
 }
 
@@ -201,11 +196,11 @@ INLINE void unpack_group(const char *panel, int32_t panel_type, int64_t g, char 
     }
 }
 
-/* Types without TWOS alone. */
+/* Types without TWOS alone, and without FP8, whose scales are not usual here. */
 #define EACH_TYPE(X)                                                                                              \
     X(q8_0, Q8_0) X(q4_0, Q4_0) X(q4_1, Q4_1) X(q5_0, Q5_0) X(q5_1, Q5_1) X(q4_k, Q4_K) X(q5_k, Q5_K) X(q6_k, Q6_K) \
-    X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4) X(nvfp4, NVFP4) X(nvfp4_f32, NVFP4_F32) X(fp8, FP8)         \
-    X(nf4, NF4) X(bnb_fp4, BNB_FP4) X(grids, IQ2_XXS)
+    X(iq4_nl, IQ4_NL) X(iq4_xs, IQ4_XS) X(mxfp4, MXFP4) X(nvfp4, NVFP4) X(nvfp4_f32, NVFP4_F32) X(nf4, NF4)         \
+    X(bnb_fp4, BNB_FP4) X(grids, IQ2_XXS)
 #define DEFINE(name, type)                                                                        \
     static void name##_group(const char *panel, int32_t panel_type, int64_t group, char *out) {   \
         unpack_group(panel, panel_type, group, out, type);                                        \
