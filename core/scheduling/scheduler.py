@@ -360,7 +360,6 @@ class Scheduler:
             cut(draft)
         if self.batch.forks.kept:
             self.batch.forks.drop()
-        self.speculation.fill(draft)
         return self._commit(draft)
 
     def _running_first(self, draft: Draft) -> None:
@@ -471,6 +470,7 @@ class Scheduler:
         if draft.starts:
             rows = np.concatenate([rows, self._launch(draft)])
             counts = np.concatenate([counts, np.array([start.num_tokens for start in draft.starts])])
+        self.speculation.fill(draft, rows, counts)
         self.decision = draft.decision(rows, counts, len(self.waiting), self.pool.num_free)
         self.stats.count_decision(self.decision)
         if not len(rows) and not draft.image_parts and not draft.dropped:

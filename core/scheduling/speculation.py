@@ -60,25 +60,33 @@ class Speculation(Columns):
         if settings is not None and (proposer := build_proposer(config, settings, batch.table)) is not None:
             self.proposers.append(proposer)
 
-    def use_only(self, source: Proposer, most: int) -> None:
+    def use_only(self, source: Proposer, most: int, *, after_prompts: bool) -> None:
         """Take drafts from this source alone, whatever they cost, `most` of them in a step.
+
+        after_prompts: also in a step that ends a row's prompt, if the model has no recurrent layers: the state after
+        a prompt would be both a draft's and the prefix cache's.
 
         It is called before the first step, of engines that verify given answers. These are not captured.
         """
         self.proposers, self.offered = [source], OfferedDrafts(self._batch.table, 0)
-        self._rule, self._most, self.most_in_step = AllDrafts(), most, most
+        self._rule, self._most, self.most_in_step = AllDrafts(after_prompts=after_prompts), most, most
 
-    def fill(self, draft: Draft) -> None:
-        """Add drafts to a step that has all its known tokens, out of its budget."""
+    def fill(self, draft: Draft, rows: Ints, counts: Ints) -> None:
+        """Add drafts to a step, out of its budget.
+
+        rows, counts [R]: the step's rows, those that start now last, and how many known tokens each computes.
+        """
         budget = min(draft.budget, self.most_in_step)
         is_offered = self.offered.is_used and self.offered.is_open
-        if not (self.proposers or is_offered) or not budget or not len(draft.rows):
+        if not (self.proposers or is_offered) or not budget or not len(rows):
             return
-        num_tokens = int(draft.counts.sum()) + sum(start.num_tokens for start in draft.starts)
+        num_tokens = int(counts.sum())
         first_kind = OFFERED if self.offered.is_used else OFFERED + 1
         if not self._rule.may_pay(num_tokens, float(self._kind_chances()[first_kind:].max())):
             return
-        rows, ends = self._eligible(draft)
+        if not self._rule.after_prompts:
+            rows, counts = self._decoding(rows, counts, len(rows) - len(draft.starts))
+        rows, ends = self._sampling(rows, counts)
         if not len(rows):
             return
         if self._rule.weighs_pairs and np.count_nonzero(self._batch.table.num_in_draft[draft.rows]):
@@ -140,12 +148,17 @@ class Speculation(Columns):
 
     # --- which rows ----------------------------------------------------------------------------------------------
 
-    def _eligible(self, draft: Draft) -> tuple[Ints, Ints]:
-        """Return the rows that decode, and how many known tokens each will have computed after this step."""
-        table, rows = self._batch.table, draft.rows
-        ends = table.num_computed_tokens[rows] + draft.counts
-        known = table.num_tokens[rows] + table.num_placeholders[rows]
-        takes = (draft.counts == 1) & (ends == known) & (table.num_tokens[rows] > table.num_prompt_tokens[rows])
+    def _decoding(self, rows: Ints, counts: Ints, num_running: int) -> tuple[Ints, Ints]:
+        """Return those of the first num_running rows that compute one token behind the prompt, and their counts."""
+        table, rows, counts = self._batch.table, rows[:num_running], counts[:num_running]
+        decodes = (counts == 1) & (table.num_tokens[rows] > table.num_prompt_tokens[rows])
+        return rows[decodes], counts[decodes]
+
+    def _sampling(self, rows: Ints, counts: Ints) -> tuple[Ints, Ints]:
+        """Return the rows that sample, and how many known tokens each will have computed after this step."""
+        table = self._batch.table
+        ends = table.num_computed_tokens[rows] + counts
+        takes = ends == table.num_tokens[rows] + table.num_placeholders[rows]
         return rows[takes], ends[takes]
 
     def _propose(self, rows: Ints, room: Ints) -> Proposals:
@@ -175,8 +188,7 @@ class Speculation(Columns):
         needs = batch.lacking(rows, ends + counts)
         spare = 0
         if needs.any() and not len(self._waiting):
-            promised = batch.num_promised_blocks() + sum(start.num_lacking - start.num_taken for start in draft.starts)
-            spare = pool.num_free - self._watermark - promised - len(batch) - len(draft.starts)
+            spare = pool.num_free - self._watermark - batch.num_promised_blocks() - len(batch)
         short = needs.cumsum() > spare
         needs[short] = 0
         counts = np.where(short, np.minimum(counts, batch.room_of(rows) - ends), counts)

@@ -198,12 +198,12 @@ def test_every_answer_is_verified(site: Site) -> None:
 
 
 def test_an_answer_takes_few_steps(site: Site) -> None:
-    """A step for the prompt, one for the answer, one that takes the abort in."""
+    """One for prompt and answer, one that takes the abort in."""
     (receipt,) = sampled(site, 1)
     verifier = Verifier(config_from_options(**site.options))
     try:
         assert verifier.verify([claim_of(receipt)]) == [Outcome()]
-        assert verifier.num_steps == 3
+        assert verifier.num_steps == 2
         assert verifier.verify([claim_of(one) for one in site.receipts]) == [Outcome()] * len(site.receipts)
         assert verifier.num_steps < 40, "and many take hardly more together"
     finally:

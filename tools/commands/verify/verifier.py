@@ -64,7 +64,7 @@ class Verifier(LocalEngine):
         if self.info.state_bytes:  # each draft needs a place for the state before it
             most = min(most, speculation.most_in_step)
         self._drafts = GivenDrafts(self.scheduler.table)
-        speculation.use_only(self._drafts, most)
+        speculation.use_only(self._drafts, most, after_prompts=not self.info.state_bytes)
         self._num_claims = 0
 
     def verify(self, claims: Sequence[Claim]) -> list[Outcome]:
