@@ -69,7 +69,7 @@ INLINE void store_products(const Part *part, const int j, const Floats first, co
                           : numbers[i] * scales->scale[half];
     }
     const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh((__m512)products[1], (__m512)products[0]);
-    _mm512_store_si512(part->out + j * ROW_BYTES + part->v * VECTOR_BYTES, pairs);
+    _mm512_store_si512(part->out + j * VECTOR_BYTES, pairs);
 }
 
 /* Move code j of eight, or of the four bytes, to the low end of each lane; lanes with odd numbers have the next code of
@@ -148,7 +148,7 @@ INLINE void unpack_pairs(const Part *part, const int type) {
         const Roots *roots = &part->scales.roots[has_halves(type) ? r / 2 : 0];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
-            store_floats(part->out + (4 * r + j) * ROW_BYTES + part->v * VECTOR_BYTES,
+            store_floats((float *)(part->out + (4 * r + j) * VECTOR_BYTES),
                          (Floats)pairs_looked_up(words, numbers, 2 * j, roots, type));
     }
 }
@@ -172,14 +172,17 @@ INLINE void unpack_group(const char *panel, int32_t panel_type, int64_t g, char 
     const QuantizedLayout layout = layout_of(type);
     const OwnParts own = own_parts(panel_type, type);
     const char *head = panel + head_offset(layout, g), *group = panel + group_offset(layout, g);
-    Part part = {.codes = group + layout.scale_bytes, .out = out, .own = &own};
+    Part part = {.codes = group + layout.scale_bytes, .own = &own};
 #pragma GCC unroll 32
     for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
 #pragma GCC unroll 1
     for (part.v = 0; part.v < PANEL_VECTORS; part.v++) {
         part.scales = load_scales(head, group, part.v, own.unit, type);
+        part.out = out + part.v * (GROUP / 2 * VECTOR_BYTES);
         if (!are_usual(&part.scales, type)) {
-            quantized_unpack(panel, panel_type, g, g + 1, out);
+            char steps[GROUP / 2 * ROW_BYTES] __attribute__((aligned(64)));
+            quantized_unpack(panel, panel_type, g, g + 1, steps);
+            part_columns(steps, out);
             return;
         }
         if (has_pairs_looked_up(type)) {

@@ -8,8 +8,16 @@
 #define UNPACK_AMX_H
 
 #include <stdint.h>
+#include <string.h>
 
-/* Unpack group `group` of a panel of type `type`: 32 places, as pairs of bfloat16. */
+/* Write 32 places of a panel, [pairs of places, columns] pairs of bfloat16, as two tiles: those of its first 16 columns, then
+ * the others. Loading tiles whose rows lie next to each other takes less time than loading each other row. */
+static inline void part_columns(const char *places, char *tiles) {
+    for (int half = 0; half < 2; half++)
+        for (int j = 0; j < 16; j++, tiles += 64) memcpy(tiles, places + j * 128 + half * 64, 64);
+}
+
+/* Unpack group `group` of a panel of type `type`: 32 places, as part_columns() writes them. */
 typedef void (*UnpackGroup)(const char *panel, int32_t type, int64_t group, char *out);
 
 /* Return the function for a panel of a type; NULL if there is none, or if this CPU lacks the instructions. */

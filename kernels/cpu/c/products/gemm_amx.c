@@ -20,8 +20,12 @@ enum { PREFETCH_BYTES = 2048 };
 enum { PART_SLABS = 32, ROOM_BYTES = 160 << 10, X_BYTES = 1 << 20, PART_PANELS = 32 };
 
 /* Panels that a thread takes at a time, since each time it copies x: SLABS_TOGETHER slabs of a row, then of the next. With
- * at most FEW_SLABS it does not, because the first level cache keeps a block's rows where they are. */
-enum { PIECE_PANELS = 32, FEW_SLABS = 20, SLABS_TOGETHER = 4 };
+ * at most FEW_SLABS and fewer than MANY_PANELS it does not: the first level cache keeps a block's rows where they are. */
+enum { PIECE_PANELS = 32, FEW_SLABS = 20, MANY_PANELS = 24, SLABS_TOGETHER = 4 };
+
+/* Whole weights are multiplied where they are packed. With at least this many rows, and FEW_SLABS, they are copied as two tiles
+ * a slab, as all others are unpacked. */
+enum { LEAST_ROWS_OF_TILES = 256 };
 
 typedef float Sums[TALL * PANEL_COLUMNS];
 
@@ -72,20 +76,26 @@ typedef struct {
 
 static int64_t num_slabs(const Gemm *args) { return (args->depth + AMX_DEPTH - 1) / AMX_DEPTH; }
 
-/* Write a slab as it is packed in a whole panel; zeros past the depth. */
-static void unpack_slab(const Gemm *args, int64_t panel, int64_t slab, char *out) {
-    const int64_t begin = slab * AMX_DEPTH, end = begin + AMX_DEPTH < args->depth ? begin + AMX_DEPTH : args->depth;
-    if (end - begin < AMX_DEPTH) memset(out, 0, SLAB_BYTES);
-    gemm_unpack(args, panel, begin, end, out);
-}
-
-/* Whether a slab is multiplied where it is packed. */
-INLINE int is_in_place(const RowBlock *rows, int64_t slab) {
-    return rows->args->packing == WHOLE_WEIGHTS && !rows->keeps && (slab + 1) * AMX_DEPTH <= rows->args->depth;
-}
-
 INLINE const char *packed_place(const Gemm *args, int64_t panel, int64_t slab) {
     return (const char *)args->weights + panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16) + slab * SLAB_BYTES;
+}
+
+/* Write a slab as two tiles; zeros past the depth. */
+static void unpack_slab(const Gemm *args, int64_t panel, int64_t slab, char *out) {
+    const int64_t begin = slab * AMX_DEPTH, end = begin + AMX_DEPTH < args->depth ? begin + AMX_DEPTH : args->depth;
+    char places[SLAB_BYTES] __attribute__((aligned(64)));
+    if (args->packing == WHOLE_WEIGHTS && end - begin == AMX_DEPTH) {
+        part_columns(packed_place(args, panel, slab), out);
+        return;
+    }
+    if (end - begin < AMX_DEPTH) memset(places, 0, SLAB_BYTES);
+    gemm_unpack(args, panel, begin, end, places);
+    part_columns(places, out);
+}
+
+/* Return the number of the first slabs that are multiplied where they are packed. */
+INLINE int64_t num_in_place(const RowBlock *rows) {
+    return rows->args->packing == WHOLE_WEIGHTS && !rows->keeps ? rows->args->depth / AMX_DEPTH : 0;
 }
 
 /* Return where a slab is, once unpacked. */
@@ -95,16 +105,16 @@ INLINE char *place_of(const RowBlock *rows, int64_t panel, int64_t slab) {
 }
 
 /* Unpack a slab, if there is one of this number. */
-INLINE void prepare(const RowBlock *rows, int64_t panel, int64_t slab) {
-    if (slab >= rows->end || is_in_place(rows, slab)) return;
+INLINE void prepare(const RowBlock *rows, int64_t panel, int64_t slab, int64_t in_place) {
+    if (slab >= rows->end || slab < in_place) return;
     if (rows->unpack)
         rows->unpack(rows->quantized, rows->type, slab, place_of(rows, panel, slab));
     else
         unpack_slab(rows->args, panel, slab, place_of(rows, panel, slab));
 }
 
-INLINE const char *weights_of(const RowBlock *rows, int64_t panel, int64_t slab) {
-    if (!is_in_place(rows, slab)) return place_of(rows, panel, slab);
+INLINE const char *weights_of(const RowBlock *rows, int64_t panel, int64_t slab, int64_t in_place) {
+    if (slab >= in_place) return place_of(rows, panel, slab);
     const char *weights = packed_place(rows->args, panel, slab);
     for (int line = 0; line < SLAB_BYTES; line += 64) __builtin_prefetch(weights + PREFETCH_BYTES + line);
     return weights;
@@ -152,14 +162,21 @@ INLINE void prefetch_ahead(Ahead *ahead) {
         __builtin_prefetch(ahead->next, 0, 2);
 }
 
+/* Where a slab's weights for the second half of the columns are, from those for the first half on, and from row to row. */
+typedef struct {
+    int64_t others, row_bytes;
+} SlabLayout;
+
+static const SlabLayout TWO_TILES = {SLAB_BYTES / 2, AMX_ROW_BYTES}, IN_PLACE = {AMX_ROW_BYTES, STEP_BYTES};
+
 /* Multiply a slab of x with one of weights. is_tall: there are more than AMX_ROWS rows. */
-INLINE void multiply_slab(Amx *amx, const char *x, int64_t x_bytes, const char *weights, int is_copied, const int is_tall,
-                          const int is_real) {
+INLINE void multiply_slab(Amx *amx, const char *x, int64_t x_bytes, const char *weights, const SlabLayout layout,
+                          int is_copied, const int is_tall, const int is_real) {
     if (is_copied)
         amx_load_past(amx, X, x, x_bytes, is_real);
     else
         amx_load(amx, X, x, x_bytes, is_real);
-    amx_load_past(amx, WEIGHTS, weights, STEP_BYTES, is_real);
+    amx_load_past(amx, WEIGHTS, weights, layout.row_bytes, is_real);
     amx_product(amx, 0, X, WEIGHTS, is_real);
     if (is_tall) {
         if (is_copied)
@@ -168,7 +185,7 @@ INLINE void multiply_slab(Amx *amx, const char *x, int64_t x_bytes, const char *
             amx_load(amx, X + 1, x + AMX_ROWS * x_bytes, x_bytes, is_real);
         amx_product(amx, 2, X + 1, WEIGHTS, is_real);
     }
-    amx_load_past(amx, WEIGHTS + 1, weights + AMX_ROW_BYTES, STEP_BYTES, is_real);
+    amx_load_past(amx, WEIGHTS + 1, weights + layout.others, layout.row_bytes, is_real);
     amx_product(amx, 1, X, WEIGHTS + 1, is_real);
     if (is_tall) amx_product(amx, 3, X + 1, WEIGHTS + 1, is_real);
 }
@@ -197,19 +214,21 @@ INLINE void multiply_panel(Amx *amx, RowBlock *rows, int64_t panel, const int is
                            const int is_real) {
     const int64_t count = rows->end - rows->begin, whole = rows->args->depth / AMX_DEPTH;
     const int each = (int)((rows->pending.rows + count - 1) / count);
-    const char *ready = rows->keeps ? place_of(rows, panel, rows->begin) : packed_place(rows->args, panel, rows->begin);
+    const int64_t in_place = num_in_place(rows);
+    const SlabLayout layout = in_place ? IN_PLACE : TWO_TILES;
+    const char *ready = in_place ? packed_place(rows->args, panel, rows->begin) : place_of(rows, panel, rows->begin);
     Sums *kept = rows->kept ? rows->kept + (panel - rows->first) : NULL;
     begin_sums(amx, kept && rows->begin ? *kept : NULL, is_tall, is_real);
     if (!is_ready) choose_unpacker(rows, panel, is_real);
-    for (int64_t slab = rows->begin; !is_ready && slab < rows->begin + AHEAD; slab++) prepare(rows, panel, slab);
+    for (int64_t slab = rows->begin; !is_ready && slab < rows->begin + AHEAD; slab++) prepare(rows, panel, slab, in_place);
     for (int64_t slab = rows->begin; slab < rows->end; slab++) {
-        if (!is_ready) prepare(rows, panel, slab + AHEAD);
-        const char *weights = is_ready ? ready + (slab - rows->begin) * SLAB_BYTES : weights_of(rows, panel, slab);
+        if (!is_ready) prepare(rows, panel, slab + AHEAD, in_place);
+        const char *weights = is_ready ? ready + (slab - rows->begin) * SLAB_BYTES : weights_of(rows, panel, slab, in_place);
         if (rows->is_copied || slab < whole) {
             const char *x = rows->x + slab * rows->x_step;
-            multiply_slab(amx, x, rows->x_bytes, weights, rows->is_copied, is_tall, is_real);
+            multiply_slab(amx, x, rows->x_bytes, weights, layout, rows->is_copied, is_tall, is_real);
         } else {
-            multiply_slab(amx, rows->tail, AMX_ROW_BYTES, weights, 0, is_tall, is_real);
+            multiply_slab(amx, rows->tail, AMX_ROW_BYTES, weights, TWO_TILES, 0, is_tall, is_real);
         }
         if (is_ready) prefetch_ahead(&rows->ahead);
         store_pending(rows, each);
@@ -248,6 +267,7 @@ INLINE void take_rows(Amx *amx, RowBlock *rows, int64_t row, int count, const in
 /* Copy the places of the rows of x after the last whole slab; the rest of `tail` is zero already. */
 static void copy_tail(const RowBlock *rows, char *tail) {
     const int64_t begin = rows->args->depth / AMX_DEPTH * AMX_DEPTH;
+    if (begin == rows->args->depth) return;
     for (int i = 0; i < rows->rows; i++)
         memcpy(tail + i * AMX_ROW_BYTES, rows->x + i * rows->x_bytes + begin * 2, (rows->args->depth - begin) * 2);
 }
@@ -365,10 +385,12 @@ INLINE void multiply_blocks(const Gemm *args, Part *part, const int is_real) {
     Sums sums[2] __attribute__((aligned(64)));
     char tail[X_SLAB_BYTES] __attribute__((aligned(64))) = {0};
     const int64_t slabs = num_slabs(args), parts = num_parts(args), group = group_of((slabs + parts - 1) / parts);
-    const int is_copied = slabs > FEW_SLABS && part->end - part->begin > 3 * TALL;
+    const int64_t num_rows = part->end - part->begin;
+    const int is_copied = (slabs > FEW_SLABS || part->last - part->first >= MANY_PANELS) && num_rows > 3 * TALL;
     RowBlock rows = {.args = args, .tail = tail, .sums = sums, .room = room};
     rows.rounds_only = rounds_only(args, is_real);
-    rows.keeps = args->packing != WHOLE_WEIGHTS || args->depth % AMX_DEPTH;
+    rows.keeps = args->packing != WHOLE_WEIGHTS || args->depth % AMX_DEPTH ||
+                 (num_rows >= LEAST_ROWS_OF_TILES && slabs <= FEW_SLABS);
     for (int64_t i = 0; i < parts; i++) {
         rows.begin = part->slab = slabs * i / parts, rows.end = part->end_slab = slabs * (i + 1) / parts;
         if (is_copied) copy_rows(args, part);
