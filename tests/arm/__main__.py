@@ -1,15 +1,17 @@
 """The wheel for ARM64, the demo model and the kernels' tests, emulated: `make arm`.
 
 usage: python -m tests.arm [PYTEST ARGUMENT ...] [--part PART ...] [--cpu CPU ...] [--dtype DTYPE ...]
-       [--way WAY ...] [--tokens TOKENS] [--folder FOLDER]
+       [--quantization QUANTIZATION ...] [--way WAY ...] [--tokens TOKENS] [--folder FOLDER]
 
 Parts: `wheel` builds the wheel, installs it and loads its kernels. `demo` runs that wheel: the demo model must say the
-same by every variant for ARM64, embedded and over a socket, and by the variant portable the tokens of this machine.
+same by every variant for ARM64, embedded and over a socket, with exact products and with those in 8 bits, and by the
+variant portable the tokens of this machine.
 `tests` runs the kernels' tests on each CPU, whose best variant must be the expected one, each variant's on one of them;
 PYTEST ARGUMENTS are run instead. QEMU shows results and not speed.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -24,6 +26,7 @@ from tests.arm.system import ROOT, add_test_packages, build_kernels, environment
 #: CPUs of QEMU's, and the variants whose tests run on each: the best one that it runs is the first.
 CPUS = {"max": ("neon_bf16",), "neoverse-n1": ("neon_dot",), "cortex-a72": ("neon", "portable")}
 DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = ("auto", "int8")
 WAYS = ("embedded", "socket")
 _TESTS = ("tests/kernels/cpu", "tests/kernels/test_dequantize.py", "tests/core/runner/test_cpu_variants.py")
 #: QEMU 7.2 ends a forked process that starts a thread: an assertion of its own fails.
@@ -80,24 +83,24 @@ def agree(left: dict[str, Any], right: dict[str, Any]) -> bool:
 def compare(python: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """Return what differs between variants that promise the same."""
     wrong = []
-    for dtype in options.dtype:
-        tokens = str(options.tokens)
-        command = [sys.executable, str(_DEMO), "portable", dtype, "embedded", tokens]
+    for dtype, quantization in itertools.product(options.dtype, options.quantization):
+        tokens, kind = str(options.tokens), f"{dtype}, {quantization}"
+        command = [sys.executable, str(_DEMO), "portable", dtype, "embedded", tokens, quantization]
         here = json.loads(run(command, ROOT, None).splitlines()[-1])
         wrong += [
-            f"portable, {dtype}, {way}: not as on this machine"
+            f"portable, {kind}, {way}: not as on this machine"
             for way in options.way
-            if not agree(say(python, folder, "max", ("portable", dtype, way, tokens)), here)
+            if not agree(say(python, folder, "max", ("portable", dtype, way, tokens, quantization)), here)
         ]
         found = {
-            (cpu, way): say(python, folder, cpu, (CPUS[cpu][0], dtype, way, tokens))
+            (cpu, way): say(python, folder, cpu, (CPUS[cpu][0], dtype, way, tokens, quantization))
             for cpu in options.cpu
             for way in options.way
         }
         first = next(iter(found.values()))
-        wrong += [f"{CPUS[cpu][0]}, {dtype}, {way}: differs" for (cpu, way), value in found.items() if value != first]
+        wrong += [f"{CPUS[cpu][0]}, {kind}, {way}: differs" for (cpu, way), value in found.items() if value != first]
         same = sum(left == right for left, right in zip(first["tokens"], here["tokens"], strict=True))
-        print(f"{dtype}: {same} of {options.tokens} tokens as by portable, which rounds products by themselves")
+        print(f"{kind}: {same} of {options.tokens} tokens as by portable, which rounds products by themselves")
     return wrong
 
 
@@ -124,6 +127,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--part", nargs="+", choices=("wheel", "demo", "tests"), default=["wheel", "demo", "tests"])
     parser.add_argument("--cpu", nargs="+", choices=CPUS, default=list(CPUS))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--quantization", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--folder", type=Path, default=ROOT / ".arm")

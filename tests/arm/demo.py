@@ -1,6 +1,6 @@
 """Prints what the demo model says, as JSON: greedy tokens and their log probabilities, of one variant and dtype.
 
-usage: python demo.py VARIANT DTYPE WAY TOKENS
+usage: python demo.py VARIANT DTYPE WAY TOKENS [QUANTIZATION]
 
 WAY is `embedded`, or `socket`: then another process serves the engine. Only engine_core is imported, so it runs with an
 installed wheel too.
@@ -53,9 +53,15 @@ def over_the_socket(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
                 server.terminate()
 
 
-def main(variant: str, dtype: str, way: str, num_tokens: str) -> None:
+def main(variant: str, dtype: str, way: str, num_tokens: str, quantization: str = "auto") -> None:
     """Print the JSON."""
-    options = {"cpu_kernels": variant, "dtype": dtype, "threads": 1, "max_model_len": 128}
+    options = {
+        "cpu_kernels": variant,
+        "dtype": dtype,
+        "quantization": quantization,
+        "threads": 1,
+        "max_model_len": 128,
+    }
     print(json.dumps({"embedded": embedded, "socket": over_the_socket}[way](options, int(num_tokens))))
 
 
