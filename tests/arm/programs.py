@@ -18,11 +18,21 @@ needs_emulator = pytest.mark.skipif(
 )
 
 
+def _command(variant: str, *flags: str) -> list[str]:
+    return [COMPILER, *FLAGS, *VARIANTS[variant].flags, *flags, "-I", str(SOURCE_FOLDER)]
+
+
+def preprocessed(variant: str, sources: list[Path]) -> bytes:
+    """Return the sources as the compiler of a variant sees them, after their macros."""
+    command = [*_command(variant, "-E", "-P"), *map(str, sources)]
+    return subprocess.run(command, check=True, capture_output=True).stdout
+
+
 def lines_of_program(folder: Path, variant: str, sources: list[Path], *flags: str) -> int:
     """Compile a program for a variant, run it, and return how many of its lines say that nothing is wrong."""
     program = folder / "program"
-    own = [*FLAGS, *VARIANTS[variant].flags, *flags, "-Wno-unused-function", "-static", "-I", str(SOURCE_FOLDER)]
-    subprocess.run([COMPILER, *own, *map(str, sources), "-lm", "-o", str(program)], check=True)
+    command = [*_command(variant, *flags, "-Wno-unused-function", "-static"), *map(str, sources)]
+    subprocess.run([*command, "-lm", "-o", str(program)], check=True)
     done = subprocess.run([EMULATOR, "-cpu", "max", str(program)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.count(": 0 wrong")

@@ -2,7 +2,8 @@
  *
  * Exit status 0 = all rows are right. Numbers of rows and depths are those at which int8.c changes what it does: rows
  * while codes are unpacked, those of a slice, several parts, several chunks, and more pairs of blocks than a thread has
- * room for. test_rows_together.py compiles it for each variant for ARM64, with int8.c.
+ * room for. test_rows_together.py compiles it for each variant for ARM64, with int8.c, for the
+ * types of some_types.h.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,11 +12,6 @@
 #include "products/int8_block.h"
 #include "threads/pool.h"
 
-/* Only some types, since all take long to compile: those whose unpacked groups or rows have another form each. */
-#undef EACH_INT8_TYPE
-#define EACH_INT8_TYPE(X, rows)                                                                                 \
-    X(q4_0, Q4_0, rows) X(q8_0, Q8_0, rows) X(q4_k, Q4_K, rows) X(q6_k, Q6_K, rows) X(q2_k, Q2_K, rows)         \
-    X(nvfp4_f32, NVFP4_F32, rows)
 #include "products/int8_functions.h"
 
 const Int8Functions int8_plain = INT8_FUNCTIONS;

@@ -19,4 +19,5 @@ pytestmark = needs_emulator
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_together_have_the_bits_that_each_has_alone(variant: str, tmp_path: Path) -> None:
     sources = [PROGRAM, *(SOURCE_FOLDER / "products" / name for name in ("int8.c", "int8_four_rows.c"))]
-    assert lines_of_program(tmp_path, variant, sources) == NUM_CASES
+    types = ("-include", str(PROGRAM.with_name("some_types.h")))
+    assert lines_of_program(tmp_path, variant, sources, *types) == NUM_CASES
