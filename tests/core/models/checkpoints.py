@@ -3,6 +3,7 @@
 transformers is imported when the first checkpoint is built, and each checkpoint is built once per process.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -480,14 +481,15 @@ def check_greedy(path: Path, expected: Golden) -> None:
         assert logits.argmax(-1).tolist() == tokens
 
 
-def check_logits(path: Path, expected: Golden) -> None:
-    """The error against float64 is at most twice transformers' own in float32, with the C kernels and with torch's.
+def check_logits(path: Path, expected: Golden, libraries: Sequence[CpuLibrary | None] = ()) -> None:
+    """The error against float64 is at most twice transformers' own in float32, with the C kernels and with torch's, or
+    with those that are named.
 
     Of gated delta nets the numbers vary most. If a query and a key nearly cancel, single numbers lose more, in
     transformers' sums as in ours: with six seeds of weights of each architecture our largest errors were 0.3 to 3.1 of
     theirs, the root mean squares 0.7 to 1.9.
     """
-    for library in (load_cpu_library(), None):
+    for library in libraries or (load_cpu_library(), None):
         ours = our_logits(path, expected.prompts, library=library)
         errors = [(logits - exact).abs() for logits, exact in zip(ours, expected.exact, strict=True)]
         check_errors(torch.cat(errors), torch.cat(expected.errors))
