@@ -82,15 +82,19 @@ def tiles_of(shared_memory: int) -> list[ProductTile]:
 
 
 def each_product(shared_memory: int, *, every: bool) -> Iterator[Product]:
-    """Each shape of tiles, with and without a bias in turn, and the smallest and largest of gated products.
+    """Of each type the smallest, a middle and the largest tile, with and without a bias in turn, and the smallest and
+    largest of gated products.
 
-    every: both, odd sizes, and all of gated products.
+    every: all tiles with both, odd sizes, and all of gated products. The others have numbers of rows or columns in
+    between, and the instructions of one of these.
     """
     halves = [(torch.bfloat16, tile) for tile in tiles_of(shared_memory)]
-    for turn, (dtype, tile) in enumerate((*halves, *((torch.float32, tile) for tile in FLOATS.values()))):
+    floats = [(torch.float32, tile) for tile in FLOATS.values()]
+    chosen = [*halves, *floats] if every else [halves[0], halves[len(halves) // 2], halves[-1], floats[0], floats[-1]]
+    for turn, (dtype, tile) in enumerate(chosen):
         for is_even, has_bias in ((True, False), (False, True), (True, True)) if every else ((True, turn % 2 == 1),):
             yield Product(dtype, tile, is_even, has_bias)
-    gated = [*halves, *((torch.float32, tile) for tile in FLOATS.values())] if every else [halves[0], halves[-1]]
+    gated = [*halves, *floats] if every else [halves[0], halves[-1]]
     for dtype, tile in gated:
         for function in ("silu", "gelu_pytorch_tanh", "clamped_silu") if every else ("silu",):
             yield Product(dtype, tile, has_bias=function == "clamped_silu", function=function)

@@ -316,9 +316,13 @@ class Attention(NamedTuple):
     window: int
     direct: bool
     stored: str = ""  # the pointer type of a cache in 8 bits
+    is_part: bool = False  # of two forms of a kernel only one, in turn
 
     def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-        """All, with their arguments' types, constants and options as launched."""
+        """All, with their arguments' types, constants and options as launched.
+
+        is_part: what decoding is without shared rows is compiled for caches in 8 bits.
+        """
         pointer, group = POINTERS[self.dtype], self.group_size
         layer = {"layer": self.stored or pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
         common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32", "sinks": FLOAT}
@@ -335,14 +339,15 @@ class Attention(NamedTuple):
             "HAS_SINKS": True,
         }
         parts = {**PARTIALS, "tokens": INT, "shared": INT, "common": INT, "num_splits": "i32"}
-        for shares in (False, True):
+        for shares in (True,) if self.is_part else (False, True):
             rows = {"BLOCK_M": decode_rows(group), "SPLIT": SPLIT, "DIRECT": self.direct, "SHARES": shares}
             rows["HAS_COMMON"] = not self.direct and not shares
             yield decode_attention.decode_kernel, common | parts, constants | rows, {}
         prefix = {**PARTIALS, "tokens": INT, "num_tokens": "i32", "common": INT, "num_splits": "i32"}
         sizes = {name: value for name, value in constants.items() if name != "WINDOW"}
         types = {name: kind for name, kind in common.items() if name not in ("out", "value_scale")} | prefix
-        for block_m in (decode_rows(group), shared_prefix.most_rows(self.head_dim)):
+        fewest, most = decode_rows(group), shared_prefix.most_rows(self.head_dim)
+        for block_m in (most if self.direct else fewest,) if self.is_part else (fewest, most):
             yield shared_prefix.shared_prefix_kernel, types, sizes | {"BLOCK_M": block_m, "SPLIT": SPLIT}, {}
         tiles = dict.fromkeys(("tile_tokens", "tile_counts", "lasts"), INT)
         rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group) // prefill_parts(self.head_dim), "SPLIT": SPLIT}
@@ -482,7 +487,7 @@ def main() -> None:
         most = MOST_SPILLED if kernel is threshold_search.search_kernel else 0
         assert shared <= SHARED[90], (kernel.__name__, shared)
         assert spilled <= most, (kernel.__name__, spilled)
-    sizes = [(size, 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
+    sizes = [(size._replace(is_part=True), 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
     for size in in_8_bits((16,)):  # the first kernel: what reads a cache in 8 bits is the same in all
         check(size, 90, first=1)
     if every:
