@@ -150,7 +150,7 @@ def replay_from_each(path: Path, most_steps: int | None = 10) -> int:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 4000)
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 8000)
     monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
 
 
