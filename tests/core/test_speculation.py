@@ -19,6 +19,7 @@ from tests.core.hostile_drafts import KINDS, Hostile, fake_oracle, speculative, 
 from tests.core.test_several_tokens import MAX_LEN, messages
 from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
+from tests.in_turn import in_turn
 
 COUNT = 18  # requests
 
@@ -46,9 +47,7 @@ def plain_run(num_blocks: int, depth: int) -> Driver:
     return run(None, num_blocks=num_blocks, depth=depth, budget=48)[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [25, 300])
+@pytest.mark.parametrize(("kind", "num_blocks", "depth"), in_turn(KINDS, [25, 300], [1, 2]))
 def test_streams_and_ends_are_those_without(num_blocks: int, depth: int, kind: str) -> None:
     """With 25 blocks nearly no draft finds room. Many ends are in the middle of a step's tokens."""
     drafting, _ = run(kind, num_blocks=num_blocks, depth=depth, budget=48)

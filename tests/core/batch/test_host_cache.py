@@ -13,6 +13,7 @@ from core.execution.plan import SchedulerOutput
 from core.inputs import ExecutorLost, ExecutorRestored
 from ipc.wire.messages import ResetPrefixCache
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
+from tests.in_turn import in_turn
 
 BLOCK = 4
 
@@ -113,9 +114,7 @@ def test_salts_do_not_meet_on_the_host() -> None:
         assert entry.cached == (8 * BLOCK if number == 3 else 0)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("num_host_blocks", [1, 5, 60])
+@pytest.mark.parametrize(("num_host_blocks", "mode", "depth"), in_turn([1, 5, 60], ["recompute", "swap"], [1, 2]))
 def test_many_requests_have_their_own_tokens(num_host_blocks: int, mode: str, depth: int) -> None:
     """Conversations that come back, several at once, with preemptions and aborts of nobody."""
     rng = random.Random(num_host_blocks)

@@ -24,6 +24,7 @@ from tests.core.models.embedding_gemma2_checkpoint import PROMPTS, WIDTH, their_
 from tests.core.models.float_errors import check_errors
 from tests.core.models.idefics3_checkpoint import noise
 from tests.core.models.test_pooling_models import unit
+from tests.in_turn import in_turn
 from tools.commands.verify.vector_verifier import PooledClaim, VectorVerifier
 
 pytest.importorskip("PIL.Image")
@@ -160,8 +161,7 @@ def test_a_folder_without_a_known_image_processor_embeds_texts_alone(
             text.embed(asked(MARK, 0), use_tqdm=False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("variant", usable_variants())
+@pytest.mark.parametrize(("variant", "dtype"), in_turn(usable_variants(), ["float32", "bfloat16"]))
 def test_bits_are_the_requests_own(dtype: Any, variant: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, among others with the same and other images, and with images encoded in parts over several steps."""
     config = EngineConfig(**{**OPTIONS, "model": str(folder), "dtype": dtype, "cpu_kernels": variant})

@@ -36,7 +36,8 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.recurrence import StateRows
-from tests.core.runner.invariance import KINDS, TINY
+from tests.core.runner.invariance import DTYPES, KINDS, TINY
+from tests.in_turn import in_turn
 from tests.placed import PREFIX
 
 BLOCK = 16
@@ -193,17 +194,16 @@ def at_once(ranks: list[Rank], run: Callable[[Rank], str]) -> list[str]:
         return [one.result(60) for one in [threads.submit(run, rank) for rank in ranks]]
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_of_any_number_of_ranks_are_those_of_one(name: str, dtype: Dtype, library: CpuLibrary) -> None:
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, DTYPES))
+def test_logits_of_any_number_of_ranks_are_those_of_one(name: str, dtype: str, library: CpuLibrary) -> None:
     config = MODELS[name]
-    alone = build(library, config, dtype)
+    alone = build(library, config, DTYPES[dtype])
     expected = digest(alone, config)
     for size in (2, 3):
         models: dict[int, Llama] = {}
 
         def run(rank: Rank, models: dict[int, Llama] = models) -> str:
-            models[rank.shard.rank] = build(library, config, dtype, rank)
+            models[rank.shard.rank] = build(library, config, DTYPES[dtype], rank)
             return digest(models[rank.shard.rank], config)
 
         assert in_group(size, run) == [expected] * size

@@ -24,6 +24,7 @@ from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16
 from kernels.recurrence import StateRows
 from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
+from tests.in_turn import in_turn
 
 _BLOCK = 16
 _PROMPTS = (200, 37, 1)  # tokens; the windows of KINDS end within the first
@@ -128,8 +129,7 @@ def _others(numbers: Floats) -> bytes:
     return np.ascontiguousarray(numbers).tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(_KINDS, DTYPES))
 def test_logits_of_stages_have_the_bits_of_one_process(kind: str, dtype: str) -> None:
     whole = random_model(_KINDS[kind], DTYPES[dtype])
     golden = logits([whole])

@@ -14,6 +14,7 @@ from kernels.cpu.build import usable_variants
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from tests.core.models.test_encoders import hidden
 from tests.core.runner.invariance import DTYPES, random_weights
+from tests.in_turn import in_turn
 
 SIZES = {
     "vocab_size": 500,
@@ -68,8 +69,9 @@ def library(request: pytest.FixtureRequest) -> Iterator[CpuLibrary]:
     library.stop_threads()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "library", "dtype"), in_turn(CONFIGS, usable_variants(), DTYPES), indirect=["library"]
+)
 def test_hidden_states_in_any_company_are_those_alone(kind: str, dtype: str, library: CpuLibrary) -> None:
     weights = random_weights(CONFIGS[kind], DTYPES[dtype])
     build = Llama if CONFIGS[kind].encoder is None else Encoder

@@ -29,6 +29,7 @@ from tests.core.runner.invariance import (
     tiny_model,
 )
 from tests.core.runner.invariance_scenarios import mixed
+from tests.in_turn import in_turn
 
 CROWD = mixed(neighbours(8, 3, 60, 40))
 
@@ -66,8 +67,7 @@ def drafting(head: DraftHead) -> type[Recorder]:
     return Drafting
 
 
-@pytest.mark.parametrize("variant", usable_variants())
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("variant", "dtype"), in_turn(usable_variants(), DTYPES))
 def test_no_bit_differs(dtype: str, variant: str) -> None:
     blocks = {"float32": 400, "bfloat16": 22}[dtype]  # with 22 among preemptions
     plain_engine, plain = recorded_engine(

@@ -35,6 +35,7 @@ from tests.core.runner.invariance import (
     KINDS as MODELS,
 )
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, SCENARIOS, Preempting, mixed, scenario
+from tests.in_turn import in_turn
 from tests.placed import PREFIX
 
 Streams = dict[tuple[int, int], list[int]]  # by number and choice
@@ -79,8 +80,7 @@ def compare(model: Llama, seed: int, **settings: Any) -> int:
     return num_tokens
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("variant", "dtype"), in_turn(VARIANTS, DTYPES))
 def test_no_bit_differs(dtype: str, variant: str) -> None:
     model = tiny_model(DTYPES[dtype], "local and global", variant)
     blocks = {"float32": 400, "bfloat16": 40}[dtype]  # with 40 among preemptions
@@ -88,8 +88,7 @@ def test_no_bit_differs(dtype: str, variant: str) -> None:
     load_cpu_library(variant).stop_threads()
 
 
-@pytest.mark.parametrize("kind", RECURRENT)
-@pytest.mark.parametrize("num_drafts", [6, 32])
+@pytest.mark.parametrize(("kind", "num_drafts"), in_turn(RECURRENT, [6, 32]))
 def test_recurrent_states_go_back_to_the_last_right_draft(kind: str, num_drafts: int) -> None:
     """Half of the memory has eight states for each draft that a step may have."""
     model = tiny_model(BFLOAT16, kind)

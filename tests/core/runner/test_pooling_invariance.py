@@ -24,6 +24,7 @@ from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from tests.core.driving import small_config
 from tests.core.runner.invariance import DTYPES, tiny_model
+from tests.in_turn import in_turn
 
 TASKS: list[tuple[Method, PoolingTask]] = [
     ("last", "embed"),
@@ -105,7 +106,7 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("variant", "dtype"), in_turn(usable_variants(), DTYPES), indirect=["variant"])
 def test_vectors_in_any_company_are_those_alone(dtype: str, variant: str) -> None:
     model = tiny_model(DTYPES[dtype], "plain", variant)
     num_preemptions = 0

@@ -19,7 +19,8 @@ from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
-from tests.core.runner.invariance import TINY, random_model
+from tests.core.runner.invariance import DTYPES, TINY, random_model
+from tests.in_turn import in_turn
 from tests.numbers import fill_with_nan
 from tests.resolved import resolved_config
 
@@ -136,14 +137,15 @@ def unhurried(dtype: Dtype) -> Run:
     return run(dtype, max_num_seqs=1, num_blocks_override=100, enable_prefix_caching=False)
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["cache", "no cache"])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: Dtype) -> None:
+@pytest.mark.parametrize(
+    ("mode", "policy", "dtype"),
+    in_turn(["recompute", "swap", "auto"], ["fcfs", "priority", "fair"], DTYPES),
+)
+def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: str) -> None:
     costs = AUTO_COSTS if mode == "auto" else {}
     pressed = run(
-        dtype,
+        DTYPES[dtype],
         max_num_seqs=6,
         num_blocks_override=14,
         enable_prefix_caching=caching,
@@ -153,7 +155,7 @@ def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: b
         num_swap_blocks=0 if mode == "recompute" else 12,
         **costs,
     )
-    calm = unhurried(dtype)
+    calm = unhurried(DTYPES[dtype])
     assert calm.num_swapped == calm.num_dropped == 0
     assert pressed.tokens == calm.tokens
     if mode == "recompute":

@@ -8,6 +8,7 @@ from ipc.wire.scheduling_messages import Explanation, Reason
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, small_config
 from tests.core.scheduling.test_choices import Client, engine, expected, run
+from tests.in_turn import in_turn
 
 CACHING = pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 
@@ -32,10 +33,10 @@ def test_the_prompt_is_computed_once(length: int, prefix_caching: bool) -> None:
     assert client.tokens == {(1, choice): expected(message, choice) for choice in range(4)}
 
 
-@CACHING
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "by_choices"])
-@pytest.mark.parametrize("block_size", [4, 1])
+@pytest.mark.parametrize(
+    ("mode", "block_size", "depth", "prefix_caching"),
+    in_turn(["recompute", "swap", "by_choices"], [4, 1], [1, 2], [True, False]),
+)
 def test_tokens_are_the_oracles_where_rows_are_preempted(
     block_size: int, mode: str, depth: int, prefix_caching: bool
 ) -> None:

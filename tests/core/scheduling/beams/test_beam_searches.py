@@ -16,6 +16,7 @@ from tests.columns import pack_numbers
 from tests.core.driving import EOS, Driver, add_message, small_config
 from tests.fake_options import fake_options, with_options
 from tests.fake_tokens import fake_tokens
+from tests.in_turn import in_turn
 
 VOCAB_SIZE = 40  # so that EOS is among the candidates now and then
 MAX_LEN = 60
@@ -82,19 +83,21 @@ def check(core: Driver, message: AddRequest, client: int = 0) -> None:
         assert core.inbox.received[client, message.number].tokens == expected
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("prefix_caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_blocks": 30, "max_num_seqs": 12},
-        {"num_blocks": 28, "max_num_seqs": 12, "preemption_mode": "swap", "num_swap_blocks": 20},
-        {"num_blocks": 60, "block_size": 1, "max_num_seqs": 4, "budget": 5},
-        {"num_blocks": 30, "scheduling_policy": "priority", "watermark": 0.1, "max_num_seqs": 12},
-        {"num_blocks": 40, "scheduling_policy": "fair", "fair_quantum": 4, "admission_lookahead": 0},
-        {"num_blocks": 40, "enable_chunked_prefill": False, "reserve_full_length": True},
-    ],
+    ("options", "prefix_caching", "depth"),
+    in_turn(
+        [
+            {},
+            {"num_blocks": 30, "max_num_seqs": 12},
+            {"num_blocks": 28, "max_num_seqs": 12, "preemption_mode": "swap", "num_swap_blocks": 20},
+            {"num_blocks": 60, "block_size": 1, "max_num_seqs": 4, "budget": 5},
+            {"num_blocks": 30, "scheduling_policy": "priority", "watermark": 0.1, "max_num_seqs": 12},
+            {"num_blocks": 40, "scheduling_policy": "fair", "fair_quantum": 4, "admission_lookahead": 0},
+            {"num_blocks": 40, "enable_chunked_prefill": False, "reserve_full_length": True},
+        ],
+        [True, False],
+        [1, 2],
+    ),
     ids=str,
 )
 def test_results_are_those_of_a_search_alone(options: dict[str, Any], prefix_caching: bool, depth: int) -> None:
