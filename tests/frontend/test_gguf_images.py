@@ -90,7 +90,13 @@ WRITERS: dict[Any, Callable[[Path, Any], Path]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+#: Has the image encoder of another case and the text model of other tests.
+REPEATED = "internvl3.5"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name == REPEATED else []) for name in OTHERS]
+)
 def test_other_projectors_give_the_answers_of_their_folders(name: str, tmp_path: Path) -> None:
     checkpoint, architecture, mark, unused, settings = OTHERS[name]
     model = checkpoint.tiny_model(name)
