@@ -10,7 +10,7 @@ import msgspec
 from core.model_files.model_config import ASSISTANTS
 from core.model_files.settings.text_part import TEXT_PARTS
 from core.models.architectures.architecture import Architecture
-from core.models.architectures.by_name import ARCHITECTURES
+from core.models.architectures.by_name import ARCHITECTURES, FORMS
 from core.models.architectures.encoder_architectures import ENCODERS
 from core.models.architectures.grid_architectures import GRID_ARCHITECTURES
 from core.models.architectures.vision_architectures import VISION_ROWS
@@ -92,7 +92,8 @@ PUBLISHED: dict[str, str] = {
     "Qwen3NextForCausalLM": "Qwen3-Next-80B-A3B",
     "Qwen3_5ForConditionalGeneration": "Qwen3.5 0.8B to 27B, 3.6-27B, 3.8-27B",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3.5-35B-A3B and larger, Qwen3.6-35B-A3B",
-    "Qwen3VLForConditionalGeneration": "Qwen3-VL 2B to 32B",
+    "Qwen3VLForConditionalGeneration": "Qwen3-VL 2B to 32B, Qwen3-VL-Embedding 2B, 8B",
+    "Qwen3VLModel": "Qwen3-VL-Embedding as sentence-transformers saves it",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3-VL 30B-A3B, 235B-A22B",
     "Qwen2_5_VLForConditionalGeneration": "Qwen2.5-VL",
     "Qwen2VLForConditionalGeneration": "Qwen2-VL",
@@ -145,7 +146,7 @@ def _with_images() -> Iterator[KnownModel]:
     seen |= {name: (row.text_architecture, row.gguf) for row in VISION_ROWS for name in row.names}
     seen |= {name: (TEXT_PARTS[name][0], row.gguf) for name, row in GRID_ARCHITECTURES.items()}
     for name, (text, projector) in {**{name: (texts[0], None) for name, texts in TEXT_PARTS.items()}, **seen}.items():
-        row = ARCHITECTURES[text]
+        row, _ = FORMS[text]
         files = _files_with_projector(TEXT_PARTS.get(name, (text,)), projector) if projector else "safetensors"
         yield _entry(name, row, files, images=name in seen)
 

@@ -12,6 +12,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM",),
     "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM",),
+    "Qwen3VLModel": ("Qwen3Model",),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", "MistralForCausalLM"),

@@ -70,6 +70,16 @@ _GEMMA4 = GridArchitecture(
     is_centred=False,
     is_gated=True,
 )
+_QWEN3_VL = GridArchitecture(
+    names=("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+    gguf="qwen3vl_merger",
+    defaults={**_QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
+    patch_bias=True,
+    positions=True,
+    deep=True,
+    sections=(24, 20, 20),
+    in_turn=True,
+)
 GRID_ROWS = (
     GridArchitecture(
         names=("Qwen2VLForConditionalGeneration",),
@@ -98,16 +108,8 @@ GRID_ROWS = (
         sections=(16, 24, 24),
         in_turn=False,
     ),
-    GridArchitecture(
-        names=("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-        gguf="qwen3vl_merger",
-        defaults={**_QWEN3, "deepstack_visual_indexes": [8, 16, 24]},
-        patch_bias=True,
-        positions=True,
-        deep=True,
-        sections=(24, 20, 20),
-        in_turn=True,
-    ),
+    _QWEN3_VL,
+    msgspec.structs.replace(_QWEN3_VL, names=("Qwen3VLModel",), gguf=None),
     GridArchitecture(
         names=("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
         gguf="qwen3vl_merger",
