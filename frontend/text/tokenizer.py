@@ -36,6 +36,7 @@ class TextPrompts(NamedTuple):
 
     by_name: Mapping[str, str] = {}
     default_name: str | None = None  # name of the default one; None: none
+    opens_answer: bool = False  # a chat to embed ends with the beginning of an answer
 
     def before(self, prompts: Sequence[PromptInput], name: str | None) -> list[PromptInput]:
         """Return the prompts with the named instruction before each text; those that are token ids are not changed.
@@ -45,6 +46,16 @@ class TextPrompts(NamedTuple):
         """
         instruction = self.named(name)
         return [_after(instruction, prompt) for prompt in prompts] if instruction else list(prompts)
+
+    def before_chat(self, messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
+        """Return a chat with the named instruction as a system message before the others, as sentence-transformers has
+        it; the default one is for a chat that does not begin with a system message. name, errors: as in before().
+        """
+        first = messages[0] if messages else None
+        if name is None and isinstance(first, Mapping) and first.get("role") == "system":
+            return messages
+        instruction = self.named(name)
+        return [{"role": "system", "content": instruction}, *messages] if instruction else messages
 
     def named(self, name: str | None) -> str:
         """Return the instruction with this name; "" = none. name, errors: as in before()."""
@@ -84,8 +95,11 @@ def _after(instruction: str, prompt: PromptInput) -> PromptInput:
     return prompt
 
 
-def read_text_prompts(values: Mapping[str, Any]) -> TextPrompts:
-    """Return the prompts of config_sentence_transformers.json. Errors: ModelFileError."""
+def read_text_prompts(values: Mapping[str, Any], transformer: Mapping[str, Any]) -> TextPrompts:
+    """Return the prompts of config_sentence_transformers.json. Errors: ModelFileError.
+
+    transformer: the settings in sentence_bert_config.json, where sentence-transformers has arguments of chat templates.
+    """
     prompts, default = values.get("prompts") or {}, values.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelFileError("config_sentence_transformers.json: prompts must be texts by name")
@@ -93,7 +107,14 @@ def read_text_prompts(values: Mapping[str, Any]) -> TextPrompts:
         raise ModelFileError(
             f"config_sentence_transformers.json: default_prompt_name={default!r:.80} is not one of its prompts"
         )
-    return TextPrompts(prompts, default)
+    processing = transformer.get("processing_kwargs")
+    of_chats = processing.get("chat_template") if isinstance(processing, dict) else None
+    opens = of_chats.get("add_generation_prompt", False) if isinstance(of_chats, dict) else False
+    if not isinstance(opens, bool):
+        raise ModelFileError(
+            f"sentence_bert_config.json: add_generation_prompt of chat_template must be a boolean; got {opens!r:.80}"
+        )
+    return TextPrompts(prompts, default, opens)
 
 
 #: Prefix of the GGUF key of a named chat template; tokenizer.chat_template itself is the default one.
@@ -327,7 +348,9 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
         bos_token_id=next(iter(token_ids("bos")), None),
         eos_token_ids=token_ids("eos"),
         chat_templates=_chat_templates(files, config),
-        text_prompts=read_text_prompts(_read_object(files, "config_sentence_transformers.json")),
+        text_prompts=read_text_prompts(
+            _read_object(files, "config_sentence_transformers.json"), _read_object(files, "sentence_bert_config.json")
+        ),
     )
 
 

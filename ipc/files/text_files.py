@@ -13,6 +13,7 @@ _NAMES = (
     "chat_template.json",  # of processors, before transformers 4.50
     "config.json",
     "config_sentence_transformers.json",
+    "sentence_bert_config.json",
     "preprocessor_config.json",
     "processor_config.json",
 )

@@ -33,7 +33,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
 
     input: Any = None
     messages: list[Json] | None = None
-    add_generation_prompt: bool | None = None  # None = false, as in vLLM
+    add_generation_prompt: bool | None = None  # None = as the model's files say; otherwise false, as in vLLM
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: Json | None = None
@@ -216,9 +216,10 @@ async def _pool(
             text = "truncate_prompt_tokens cannot be used for a prompt with images"
             raise HttpError(400, text, param="truncate_prompt_tokens")
     if is_chat and task.endswith("embed"):  # the chat template decides where the model's prompt is
-        instruction = service.tokenizer.text_prompts.named(prompt_name) if prompt_name else ""
-        if instruction:
-            chats[0].messages = [{"role": "system", "content": instruction}, *chats[0].messages]
+        prompts_of_model = service.tokenizer.text_prompts
+        chats[0].messages = prompts_of_model.before_chat(chats[0].messages, prompt_name or "")
+        if body.add_generation_prompt is None and not body.continue_final_message:
+            chats[0].add_generation_prompt = prompts_of_model.opens_answer
         prompt_name = ""
     render = render_prompt if is_chat else _image_alone
     async with with_fetched(service, request, chats):

@@ -61,4 +61,4 @@ def test_what_is_refused() -> None:
 )
 def test_wrong_files(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ModelFileError, match=text):
-        read_text_prompts(values)
+        read_text_prompts(values, {})
