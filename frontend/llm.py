@@ -14,7 +14,7 @@ from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
 from frontend.lora import LoRAInput
 from frontend.offline_run import run_all, without_too_long
-from frontend.pooling import pair_prompt, prepare_pooling, scored_pairs
+from frontend.pooling import pair_prompt, prepare_chats, prepare_pooling, scored_pairs
 from frontend.receipts import Answer
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
@@ -95,6 +95,24 @@ class PoolingCalls:
         arguments: further ones of encode().
         """
         outputs = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed", **arguments)
+        return [embedding_of(output) for output in outputs]
+
+    def embed_chats(
+        self,
+        conversations: list[Message] | Sequence[list[Message]],
+        use_tqdm: bool | Callable[..., Any] = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: LoRAInput = None,
+        **arguments: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return an embedding for each chat, perhaps with images: one conversation or many, as in chat().
+
+        arguments: further ones of prepare_chats(): chat_template, add_generation_prompt, prompt_name and those of
+        requests. Over HTTP these are the `messages` of /v1/embeddings. Errors: those of embed() and chat().
+        """
+        chats = split_conversations(conversations)
+        prepared = prepare_chats(self._engine, chats, pooling_params, lora=lora_request, **arguments)
+        outputs: list[PoolingRequestOutput] = run_all(self._engine, prepared, use_tqdm)
         return [embedding_of(output) for output in outputs]
 
     def classify(

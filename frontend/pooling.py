@@ -8,12 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from frontend.call_arguments import read_deadline, read_priorities, wrong_number
+from frontend.images.chat_images import has_images
 from frontend.lora import LoRAInput
 from frontend.results.pooling_state import PoolingState
-from frontend.session import EngineHandle
+from frontend.session import EngineHandle, Message
 from frontend.text.chat_template import reads_pairs, render_chat
 from frontend.text.prompt_forms import PromptInput
-from frontend.text.prompts import Prompt, read_prompts
+from frontend.text.prompts import Prompt, no_images, read_prompts, text_of
 from ipc.errors import InvalidRequestError
 from ipc.params.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
 from ipc.wire.lora_messages import AdapterId
@@ -101,6 +102,63 @@ def _with_tasks(
     for one in chosen:
         check_task(one, tasks, 1)  # before texts are read
     return chosen
+
+
+def prepare_chats(
+    engine: EngineHandle,
+    conversations: Sequence[list[Message]],
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    *,
+    chat_template: str | None = None,
+    add_generation_prompt: bool | None = None,
+    prompt_name: str | None = None,
+    priority: int | Sequence[int] | None = None,
+    deadline: float | None = None,
+    tenant: str = "",
+    lora: LoRAInput = None,
+) -> list[PreparedPooling]:
+    """Render the chats to embed, one vector each, perhaps with images, and prepare them as prepare_pooling() does.
+
+    chat_template: as in LLM.chat(). add_generation_prompt: None = as the model's files say. prompt_name: name of the
+    model's instruction that becomes the system message; None = its default, "" = none. Errors: InvalidRequestError;
+    UnsupportedParameterError for images if the engine takes none.
+    """
+    if engine.images is None and any(map(has_images, conversations)):
+        raise no_images("the chat")
+    if engine.tokenizer is not None:
+        prompts = engine.tokenizer.text_prompts
+        conversations = [prompts.before_chat(one, prompt_name) for one in conversations]
+        if add_generation_prompt is None:
+            add_generation_prompt = prompts.opens_answer
+    rendered = engine.render_chats(
+        conversations,
+        chat_template=chat_template,
+        add_generation_prompt=bool(add_generation_prompt),
+        tools=None,
+        kwargs=None,
+    )
+    special = bool(rendered) and lacks_special_tokens(engine, rendered[0])
+    return prepare_pooling(
+        engine,
+        rendered,
+        params,
+        "embed",
+        priority=priority,
+        deadline=deadline,
+        tenant=tenant,
+        prompt_name="",
+        lora=lora,
+        add_special_tokens=special,
+    )
+
+
+def lacks_special_tokens(engine: EngineHandle, prompt: PromptInput) -> bool:
+    """Return whether a chat template has left the special tokens around a prompt to the tokenizer.
+
+    As in transformers' processors, which are those of models with images. Templates of others write them all.
+    """
+    bos = None if engine.tokenizer is None else engine.tokenizer.bos_token
+    return engine.images is not None and not (bos and text_of(prompt).startswith(bos))
 
 
 def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: str | None = None) -> PoolingState:

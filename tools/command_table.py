@@ -5,7 +5,7 @@ COMMANDS = {
     "chat": ("tools.commands.chat", "chat with a model in the terminal, or answer one prompt as plain text"),
     "run": ("tools.commands.chat", "the same as chat"),
     "generate": ("tools.commands.generate", "stream the answers to some prompts in the terminal"),
-    "embed": ("tools.commands.embed", "print the embeddings of texts, one JSON object a line"),
+    "embed": ("tools.commands.embed", "print the embeddings of texts and images, one JSON object a line"),
     "pull": ("tools.commands.pull", "download a model from the Hugging Face Hub, or update the cached copy"),
     "list": ("tools.commands.list", "list the models in the cache"),
     "ps": ("tools.commands.ps", "list the models that a server with many has in memory"),

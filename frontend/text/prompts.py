@@ -190,13 +190,18 @@ def _read_images(
     if not form.images:
         return None
     if images is None:
-        raise UnsupportedParameterError(
-            f"{name}: this engine takes no images: its model has none, or its folder has no image processor that this "
-            "version knows"
-        )
+        raise no_images(name)
     assert form.text is not None, form
     most = None if features is None else features.max_bytes
     return images.read(form.text, form.images, name, form.image_marks, most)
+
+
+def no_images(name: str) -> UnsupportedParameterError:
+    """Return the error for images that the engine does not take. name: of the prompt."""
+    return UnsupportedParameterError(
+        f"{name}: this engine takes no images: its model has none, or its folder has no image processor that this "
+        "version knows"
+    )
 
 
 def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:

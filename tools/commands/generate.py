@@ -9,7 +9,7 @@ from ipc.options.config import EngineConfig
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.flags.sampling_options import add_lora_option, add_sampling_options, sampling_params
 from tools.service.start import check_connect, engine_at
-from tools.terminal.prompts import read_piped_prompt
+from tools.terminal.prompts import add_chat_options, read_piped_prompt
 
 _DEFAULT_MAX_TOKENS = 128
 
@@ -67,14 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="this client's name, to which serve --client-weight refers",
     )
     parser.add_argument("--raw", action="store_true", help="complete the text as it is, without the chat template")
-    parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
-    parser.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an image for every prompt; may be repeated",
-    )
+    add_chat_options(parser, "system message of every chat", "an image for every prompt")
     parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
     parser.add_argument("--quiet", "-q", action="store_true", help="print only the answers")
     add_lora_option(parser)

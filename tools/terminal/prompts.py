@@ -1,5 +1,6 @@
-"""The prompts of `engine-core generate`: the user's, or the built-in ones."""
+"""The prompts of `engine-core generate`: the user's, or the built-in ones; and chats with images, also for `embed`."""
 
+import argparse
 import os
 import stat
 import sys
@@ -38,6 +39,12 @@ class Question(NamedTuple):
     text: str = ""
     chat: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
+
+
+def add_chat_options(parser: argparse.ArgumentParser, system: str, image: str) -> None:
+    """Add the flags of what is around a prompt: --system and --image. system, image: their help."""
+    parser.add_argument("--system", metavar="TEXT", help=system)
+    parser.add_argument("--image", action="append", default=[], metavar="FILE", help=f"{image}; may be repeated")
 
 
 def read_piped_prompt(prompts: list[str]) -> None:
@@ -87,13 +94,18 @@ def read_questions(
     return [*asked, _chat_question(DEMO_ALONE, system)]
 
 
-def _chat_question(text: str, system: str | None, images: Sequence[str] = ()) -> Question:
+def chat_of(text: str | None, system: str | None, images: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the messages that ask this. text: None = the images alone. images: files, which come before the text."""
     parts = [{"type": "image", "image": file} for file in images]
-    content: Any = [*parts, {"type": "text", "text": text}] if images else text
+    content: Any = [*parts, *([] if text is None else [{"type": "text", "text": text}])] if images else text
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return Question(text, chat=messages)
+    return messages
+
+
+def _chat_question(text: str, system: str | None, images: Sequence[str] = ()) -> Question:
+    return Question(text, chat=chat_of(text, system, images))
 
 
 def _token_question(text: str) -> Question:

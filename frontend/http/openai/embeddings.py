@@ -18,9 +18,10 @@ from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.images.chat_images import has_images, take_images
 from frontend.images.sources import MAX_PIXELS, MAX_PROMPT_PIXELS
+from frontend.pooling import lacks_special_tokens
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.text.prompt_forms import PromptInput
-from frontend.text.prompts import split_prompts, text_of
+from frontend.text.prompts import split_prompts
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 
@@ -225,7 +226,7 @@ async def _pool(
     async with with_fetched(service, request, chats):
         prompts = [await render(service, request, one) if isinstance(one, ChatBody) else one for one in inputs]
         if is_chat:
-            special = _lacks_special_tokens(service, text_of(prompts[0]))
+            special = lacks_special_tokens(service.engine, prompts[0])
         if body.add_special_tokens is not None:
             special = body.add_special_tokens
         prepared = await prepare(
@@ -243,15 +244,6 @@ async def _image_alone(service: Service, request: Request, chat: ChatBody) -> Pr
         return {"prompt": "" if images is None else images.mark, "multi_modal_data": {"image": taken}}
 
     return await service.run(request, take, is_long=True)
-
-
-def _lacks_special_tokens(service: Service, prompt: str) -> bool:
-    """Return whether a chat template has left the special tokens around a prompt to the tokenizer.
-
-    As in transformers' processors, which are those of models with images. Templates of others write them all.
-    """
-    bos = service.tokenizer.bos_token
-    return service.engine.images is not None and not (bos and prompt.startswith(bos))
 
 
 def _inputs_of(body: PoolingFields) -> list[PromptInput | ChatBody]:
