@@ -61,7 +61,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 class WeightCache:
     """The packed weights of one model, from its file if there is one.
 
-    It is used by one thread. max_bytes: of all files in the folder; the least recently used ones are removed.
+    It is used by one thread, until keep(). max_bytes: of all files in the folder; the least recently used ones are
+    removed.
     """
 
     def __init__(self, key: Iterable[str], library: CpuLibrary, max_bytes: int) -> None:
@@ -70,6 +71,7 @@ class WeightCache:
         self._library, self._max_bytes = library, max_bytes
         self._made: dict[str, Packed] = {}  # in the order in which they were asked for
         self._entries: dict[str, _Entry] = {}
+        self._data: UInt8s | None = None  # where the entries are
         self._misses = 0
         self._path: Path | None = None
         try:
@@ -87,7 +89,7 @@ class WeightCache:
         Bytes from the file are read-only, at a multiple of 64 bytes.
         """
         entry = self._entries.get(name)
-        if entry is not None:
+        if entry is not None and self._data is not None:
             packed = self._data[entry.begin : entry.end], entry.facts
         else:
             self._misses += 1
@@ -98,16 +100,19 @@ class WeightCache:
     def keep(self) -> threading.Thread | None:
         """Once the model is loaded, write its file in a thread, unless it has one. Return the thread.
 
-        If it has one, the thread moves the weights into huge pages, unless they are there.
+        If it has one, the thread moves the weights into huge pages, unless they are there. Afterwards only the arrays
+        that take() has returned keep the file mapped: the model's operations refer to this object for as long as the
+        engine runs, and sleep(2) or other weights must free the memory.
         """
-        made, self._made = self._made, {}
+        made, data = self._made, self._data
+        self._made, self._entries, self._data = {}, {}, None
         if self._path is None or not made:
             return None
         work = partial(_keep, self._path, made, self._library, self._max_bytes)
-        if not self._misses:
-            if self._data.nbytes < _PAGE:
+        if not self._misses and data is not None:
+            if data.nbytes < _PAGE:
                 return None
-            work = partial(_move, self._data)
+            work = partial(_move, data)
         thread = threading.Thread(target=work, name="weight-cache", daemon=True)
         thread.start()
         return thread

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from core.executors.load import load
+from core.executors.local import LocalExecutor
 from core.model_files import weight_cache
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.weights import load_weights
@@ -18,10 +19,13 @@ from core.model_files.weight_cache import Packed, WeightCache
 from core.models.llama import Llama
 from core.models.operations.weight_form import WeightForm
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.library_file import private_folder
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory import huge_pages
+from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
+from tests.core.executors.test_draft_head import config_of, run
 from tests.core.models.checkpoints import build
 from tests.core.models.operations.test_stored_matrix import CONFIG, write_mixed
 from tests.core.models.test_llama import Requests, prompts
@@ -276,6 +280,42 @@ def test_a_model_from_its_file_has_the_same_bits(
     assert found[1] == found[2] == found[0]
 
 
+def wait_until_kept() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "weight-cache":
+            thread.join()
+
+
+def is_mapped(file: Path) -> bool:
+    return str(file) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_a_file_is_mapped_until_its_weights_are_dropped(sleeps: bool, folder: Path, tmp_path: Path) -> None:
+    """By sleep(2), or by an update. The executor still has the model's object, and that the cache's."""
+    model = write(tmp_path / "model", LLAMA, random_weights(model_shapes(LLAMA), 1))
+    config = config_of(model, None)
+    tokens = run(config)[0]
+    wait_until_kept()
+    (file,) = folder.iterdir()
+    assert not is_mapped(file)
+
+    class Changed(LocalExecutor):
+        def initialize_cache(self, config: ResolvedConfig) -> None:
+            super().initialize_cache(config)
+            wait_until_kept()
+            assert is_mapped(file)
+            if sleeps:
+                self.sleep(2)
+                assert not is_mapped(file)
+            self.use_weights(self.prepare_weights(model, 1))
+            if sleeps:
+                self.wake_up()
+            assert not is_mapped(file)
+
+    assert run(config, make=Changed)[0] == tokens
+
+
 def test_a_gguf_file_is_known_by_another_name(folder: Path, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf")
     (tmp_path / "link.gguf").symlink_to("model.gguf")
@@ -334,9 +374,7 @@ def test_dtypes_and_changed_files_have_their_own(folder: Path, tmp_path: Path) -
 
     def num_files(dtype: Dtype = FLOAT32, **options: Any) -> int:
         load(EngineConfig(model=str(tmp_path / "model"), threads=1, **options), lambda *_: dtype)
-        for thread in threading.enumerate():
-            if thread.name == "weight-cache":
-                thread.join()
+        wait_until_kept()
         return len(list(folder.iterdir()))
 
     assert num_files(weight_cache_bytes=0) == 0
