@@ -288,8 +288,8 @@ class LocalExecutor:
             self._drafting = drafter.head = new.head
 
     def prepare_ahead(self) -> bool:
-        """Allocate memory for blocks of later steps. Return False if no more is needed for now."""
-        return self._ahead.take()
+        """Allocate memory for blocks of later steps. Return False if no more is needed for now, or while it sleeps."""
+        return not self._sleeps and self._ahead.take()
 
     def close(self) -> None:
         """Do nothing: the memory is freed when the process ends."""

@@ -98,6 +98,21 @@ def test_an_engine_that_wakes_up_takes_that_memory_again(tmp_path: Path, asked: 
     assert executor.take_memory_ahead()
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_sleeps_takes_no_memory_for_blocks(level: int, tmp_path: Path) -> None:
+    """The loop asks for it whenever it has no work, and it would be as much as sleep() gave back."""
+    executor = started(tmp_path)
+    while executor.prepare_ahead():
+        pass
+    executor.sleep(level)
+    assert not executor.prepare_ahead()
+    if level == 2:
+        update(executor, tmp_path, 1)
+        assert not executor.prepare_ahead()
+    executor.wake_up()
+    assert executor.prepare_ahead()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
