@@ -41,6 +41,7 @@ _FULL_S = 0.001  # between checks of a full outbox
 _PACE_S = 0.001
 _RETRY_S = 0.01  # between attempts to send the last messages to clients whose queues are full
 _FLUSH_S = 0.5  # time for slow clients when the engine stops
+_MOST_WAITS = 5  # for progress, while the engine stops
 _LOG_S = 0.5  # for writing the last lines to standard error
 
 
@@ -62,6 +63,7 @@ class IOThread:
         """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty
+        self._num_turns = 0  # its progress
         self._is_asleep = False  # asleep or about to be: it must be woken when something is put into the outbox
         self._sleep_s: float | None = None  # for how long at most; None = until it is woken
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -156,10 +158,18 @@ class IOThread:
         return self.border.departure
 
     def finish(self, last: EngineStopping, timeout: float) -> None:
-        """Send what is in the outbox, then `last` to every session, and end. May be called again."""
+        """Send what is in the outbox, then `last` to every session, and end. May be called again.
+
+        timeout: seconds without any progress of the thread after which the caller does not wait any longer. On a busy
+        machine it may wait for a core at each turn, and what is unsent when the process ends is lost.
+        """
         self._stopping = self._stopping or last
         self._wake_up()
-        self._thread.join(timeout)
+        for _ in range(_MOST_WAITS):
+            before = self._num_turns
+            self._thread.join(timeout)
+            if not self._thread.is_alive() or self._num_turns == before:
+                return
 
     def _wake_up(self) -> None:
         with self._wake_lock:
@@ -242,6 +252,7 @@ class IOThread:
 
     def _serve(self) -> None:
         while True:
+            self._num_turns += 1
             self._using.acquire()
             due_s = self.border.round(time.monotonic())
             if self.border.shutdown_asked:
@@ -272,12 +283,15 @@ class IOThread:
         now = time.monotonic()
         self.border.send_to_all(stopping, now)
         deadline = now + _FLUSH_S
+        self._num_turns += 1
         while self.sessions.has_unsent and (now := time.monotonic()) < deadline:
+            self._num_turns += 1
             if not self.sessions.flush(now):
                 time.sleep(_RETRY_S)
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._router.close()
+        self._num_turns += 1
         self._context.term()  # returns when everything is sent or the socket's linger time is over
         with self._wake_lock:
             os.close(self._wake)

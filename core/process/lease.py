@@ -23,7 +23,7 @@ from ipc.wire.sockets import remove_private_address
 from ipc.wire.start_messages import Drain, Isolate, Prepare, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
-_STOP_S = 1.0  # for reporting the end to the clients
+_STOP_S = 2.0  # without progress in reporting the end to the clients, or for making files
 _LOG_S = 0.1  # for writing the last lines to standard error
 
 

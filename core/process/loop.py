@@ -12,7 +12,7 @@ from core.inputs import EngineInput
 from ipc.wire.messages import EngineStopping
 
 EXIT_FAILED = 1
-_FINISH_S = 2.0  # for reporting to the clients how the engine ended
+_FINISH_S = 2.0  # without progress in reporting to the clients how the engine ended
 _LOG_S = 0.5  # for writing the last lines to standard error
 _IDLE_S = 5.0  # between two turns of an idle loop; frontend/engine/supervised_engine.py relies on it
 _HELD_S = 0.1  # between checks of the deadlines of requests that wait for their client or for the end of a pause

@@ -105,6 +105,40 @@ def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
     assert "a step failed and the engine ends: RuntimeError: matrix is singular" in error_text
 
 
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_the_end_is_waited_for_while_the_thread_goes_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+) -> None:
+    """Each turn of the thread takes long, as on a machine that is very busy."""
+    border, turns, released = harness.io.border, list[float](), threading.Event()
+    turn = border.round
+
+    def slow(now: float) -> float | None:
+        turns.append(now)
+        released.wait(PATIENCE_S if stands_still else 0.25)
+        due_s = turn(now)
+        if len(turns) < 6:
+            border.outbox.put([])
+        return due_s
+
+    with RawClient(harness.address) as client:
+        monkeypatch.setattr(border, "round", slow)
+        client.send(GetTokenizer(1))
+        while not turns:
+            time.sleep(0.001)
+        begun = time.monotonic()
+        harness.io.finish(EngineStopping("soon"), 1.0)
+        if stands_still:
+            assert time.monotonic() - begun < PATIENCE_S
+            assert len(turns) == 1
+            released.set()
+            harness.io.finish(EngineStopping(), PATIENCE_S)
+        assert len(turns) >= 6
+        assert "io" not in {thread.name for thread in threading.enumerate()}
+        client.receive(TokenizerFiles)
+        assert client.receive(EngineStopping) == EngineStopping("soon")
+
+
 def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "MAX_MESSAGES", 200)
     with RawClient(harness.address) as client:

@@ -233,7 +233,7 @@ class RouterEngine:
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_STOP_S = 1.0  # to report the end to the clients
+_STOP_S = 2.0  # without progress in reporting the end to the clients
 _IDLE_S = 0.5  # between two rounds of an idle loop; each sends heartbeats
 _ASK_S = 30.0  # for a replica to hand over its tokenizer
 
