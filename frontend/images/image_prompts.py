@@ -18,7 +18,7 @@ from frontend.images.pixtral import pixtral_images
 from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
 from frontend.images.sources import MAX_PROMPT_PIXELS, find_image, read_pixels, turn_of
-from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.errors import InvalidRequestError, ModelFileError, PromptTooLongError, UnsupportedModelError
 from ipc.log_lines import counted
 from ipc.wire.feature_messages import FeatureLimits, FeatureUse, PutFeature
 from ipc.wire.placed_feature import PlacedFeature
@@ -79,12 +79,14 @@ class ImagePrompts:
         name: str,
         marks: Sequence[int] | None = None,
         max_bytes: int | None = None,
+        *,
+        most_tokens: int | None = None,
     ) -> ImageText:
         """Return a prompt's text with the marks of its images written out, and their squares.
 
         text: has the mark for each image. marks: indices of the text's marks that are images, ascending; the others are
-        text. None = all are. name: of the prompt, for errors. max_bytes: of all squares; None = no limit. Errors:
-        InvalidRequestError; UnsupportedParameterError without Pillow.
+        text. None = all are. name: of the prompt, for errors. max_bytes: of all squares; None = no limit. most_tokens:
+        of a prompt; None = no limit. Errors: InvalidRequestError; UnsupportedParameterError without Pillow.
         """
         if self._max_images is not None and len(images) > self._max_images:
             raise InvalidRequestError(
@@ -119,6 +121,10 @@ class ImagePrompts:
                 runs.append((num_tokens, self.rules.rows_of(feature.shape)))
                 num_tokens += self.rules.marks_of(feature.shape)
             num_tokens += following.count(self.rules.token)
+            if most_tokens is not None and num_tokens > most_tokens:  # the other images are not read for that
+                raise PromptTooLongError(
+                    f"{name}: the tokens of its images are more than {most_tokens}: send fewer, or smaller ones"
+                )
             if len(squares) > MAX_SQUARES:
                 raise InvalidRequestError(
                     f"{name}: its images have more than {MAX_SQUARES} squares: send fewer of them"

@@ -97,7 +97,7 @@ def read_prompts(
     names = [_name(index, len(prompts)) for index in range(len(prompts))]
     forms = [_read_form(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     _check_texts(forms, tokenizer, truncation, names, most, max_model_len)
-    tiles = [_read_images(form, name, images, features) for form, name in zip(forms, names, strict=True)]
+    tiles = [_read_images(form, name, images, features, most) for form, name in zip(forms, names, strict=True)]
     encoded = _encoded(forms, tiles, tokenizer, add_special_tokens)
     read = []
     for index, (form, of_images, name) in enumerate(zip(forms, tiles, names, strict=True)):
@@ -184,7 +184,7 @@ def _too_long(excess: str, max_model_len: int) -> PromptTooLongError:
 
 
 def _read_images(
-    form: _Form, name: str, images: ImagePrompts | None, features: FeatureLimits | None
+    form: _Form, name: str, images: ImagePrompts | None, features: FeatureLimits | None, most_tokens: int
 ) -> ImageText | None:
     """Return the text of a prompt with images, and their pixels; None for a prompt without images."""
     if not form.images:
@@ -193,7 +193,7 @@ def _read_images(
         raise no_images(name)
     assert form.text is not None, form
     most = None if features is None else features.max_bytes
-    return images.read(form.text, form.images, name, form.image_marks, most)
+    return images.read(form.text, form.images, name, form.image_marks, most, most_tokens=most_tokens)
 
 
 def no_images(name: str) -> UnsupportedParameterError:

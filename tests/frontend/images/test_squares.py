@@ -16,7 +16,7 @@ from frontend.images.idefics3 import Idefics3Images
 from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.images.processed import ProcessedImages
 from frontend.images.sources import image_bytes
-from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.errors import InvalidRequestError, ModelFileError, PromptTooLongError, UnsupportedModelError
 from ipc.wire.feature_messages import FeatureLimits
 from ipc.wire.placed_feature import PlacedFeature
 from tests.core.models.idefics3_checkpoint import LONGEST, ROWS, SQUARE, noise, processed, tiny_tokenizer
@@ -89,6 +89,17 @@ def test_an_operator_limits_the_images_of_a_prompt() -> None:
     text = r"the prompt has 2 images; this engine takes at most 1 \(limit_mm_per_prompt\)"
     with pytest.raises(InvalidRequestError, match=text):
         prompts.read("<image><image>", [pixels, pixels], "the prompt")
+
+
+def test_images_that_cannot_fit_are_not_read() -> None:
+    """The third one is no image, and the prompt is too long after the second one or after the first."""
+    prompts, given = ImagePrompts(RULES), [noise(64, 64, 1), noise(64, 64, 2), b"no image"]
+    of_two = prompts.read("<image>" * 2, given[:2], "the prompt").num_tokens
+    with pytest.raises(InvalidRequestError, match="cannot be read"):
+        prompts.read("<image>" * 3, given, "the prompt", most_tokens=of_two)
+    for most in (of_two - 1, ROWS - 1):
+        with pytest.raises(PromptTooLongError, match=f"the prompt: the tokens of its images are more than {most}"):
+            prompts.read("<image>" * 3, given, "the prompt", most_tokens=most)
 
 
 def test_every_form_of_an_image(tmp_path: Path) -> None:
