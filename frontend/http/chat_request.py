@@ -1,7 +1,8 @@
 """PreparedChat: a chat as requests to the engine, and the readers of its answers' text."""
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frontend.calls.choose import has_special_marks, shows_tools
@@ -17,7 +18,7 @@ from frontend.calls.formats import (
 from frontend.calls.scanner import Scanner
 from frontend.calls.tool_prompt import with_tools, without_calls
 from frontend.http.bodies import ChatBody, Json
-from frontend.http.errors import HttpError
+from frontend.http.errors import PEER_LEFT, HttpError
 from frontend.http.left_out import Note, own_choice, own_tools
 from frontend.http.pins import num_common
 from frontend.http.replies.thought_tokens import ThoughtTokens, thought_tokens
@@ -94,8 +95,12 @@ async def with_fetched(service: Service, request: Request, bodies: Sequence[Chat
     if not urls or (media := service.shared.media) is None or service.engine.images is None:
         yield
         return
+    if request.lease is not None:
+        request.lease.check_tokens(1)
     given = [body.messages for body in bodies]
-    async with media.fetched(urls, tenant_of(request)) as files:
+    async with contextlib.AsyncExitStack() as fetched:
+        with _while_here(request):
+            files = await fetched.enter_async_context(media.fetched(urls, tenant_of(request)))
         num_bytes = sum(map(len, files.values()))
         for body in bodies:
             body.messages = with_files(body.messages, files)
@@ -106,6 +111,28 @@ async def with_fetched(service: Service, request: Request, bodies: Sequence[Chat
             for body, messages in zip(bodies, given, strict=True):
                 body.messages = messages
             request.num_stored_bytes -= num_bytes
+
+
+@contextlib.contextmanager
+def _while_here(request: Request) -> Iterator[None]:
+    """Within this context the task waits for other servers, until its peer leaves. Errors: HttpError 499."""
+    exchange, task = request.exchange, asyncio.current_task()
+    if exchange.has_left:
+        raise HttpError(499, PEER_LEFT)
+
+    def leave() -> None:
+        if task is not None:
+            task.cancel()
+
+    exchange.on_left = leave
+    try:
+        yield
+    except asyncio.CancelledError:
+        if exchange.has_left and task is not None and not task.uncancel():
+            raise HttpError(499, PEER_LEFT) from None
+        raise
+    finally:
+        exchange.on_left = None
 
 
 def _add_system(service: Service, body: ChatBody) -> None:

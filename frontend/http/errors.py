@@ -23,6 +23,9 @@ _MAX_MESSAGE_CHARS = 400  # 6 bytes each if JSON escapes them all
 
 Headers = list[tuple[bytes, bytes]]
 
+#: Message of status 499, which is only logged.
+PEER_LEFT = "the peer has left"
+
 #: Status -> its type for clients of OpenAI and vLLM.
 ERROR_TYPES = {
     400: "BadRequestError",

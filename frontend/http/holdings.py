@@ -24,11 +24,12 @@ class Holdings:
     def __init__(self) -> None:
         self._num_bytes = 0
 
-    def take(self, num_bytes: int) -> Callable[[], None]:
-        """Take memory for an answer; return a function that gives it back. Errors: HttpError 503 while there is too
-        little.
+    def take(self, num_bytes: int, own: int = 0) -> Callable[[], None]:
+        """Take memory for an answer; return a function that gives it back. own: what was taken for it before.
+
+        Errors: HttpError 503 while there is too little.
         """
-        if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
+        if self._num_bytes > own and self._num_bytes + num_bytes > MAX_BYTES:
             raise HttpError(503, "unfinished answers take all the memory", headers=retry_after(1000))
         self._num_bytes += num_bytes
 
@@ -38,9 +39,9 @@ class Holdings:
         return give_back
 
 
-def vectors_bytes(num_texts: int, num_tokens: int, width: int) -> int:
-    """Return the memory of the vectors of some texts. num_tokens: of all texts. width: numbers of a vector."""
-    return num_texts * (CHOICE_BYTES + width * _NUMBER) + num_tokens * TOKEN_BYTES
+def vectors_bytes(num_texts: int, num_tokens: int, num_numbers: int) -> int:
+    """Return the memory of the vectors of some texts. num_tokens, num_numbers: of all texts."""
+    return num_texts * CHOICE_BYTES + num_tokens * TOKEN_BYTES + num_numbers * _NUMBER
 
 
 class Cost(NamedTuple):

@@ -248,7 +248,8 @@ class Service:
             params.max_tokens = params.max_tokens or key.max_tokens
         if key is not None and key.min_priority is not None and (body.priority or 0) < key.min_priority:
             raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
-        self._check_tokens(request, prompts, params)
+        num_more = len(prompts) * _num_answers(params) * (params.max_tokens or 1)
+        self.check_prompts(request, prompts, num_more, is_cut=params.truncate_prompt_tokens is not None)
         if body.cache_salt:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
         prepared = self.engine.prepare(
@@ -265,9 +266,14 @@ class Service:
         request.wants_receipts = bool(body.receipt)
         return with_seeds(prepared) if request.wants_receipts else prepared
 
-    def _check_tokens(self, request: Request, prompts: Sequence[PromptInput], params: SamplingParams) -> None:
+    def check_prompts(
+        self, request: Request, prompts: Sequence[object], num_more: int = 0, *, is_cut: bool = False
+    ) -> None:
         """Before any text is read, check the texts' sizes, and the key's tokens against the fewest that the request can
         take.
+
+        num_more: of the answers. is_cut: prompts are truncated. A chat that is not rendered yet counts as a token.
+        Errors: HttpError.
         """
         fewest = 0
         for prompt in prompts:
@@ -278,9 +284,11 @@ class Service:
             elif isinstance(prompt, Sequence):
                 fewest += len(prompt)
             elif isinstance(prompt, Mapping):
-                fewest += len(prompt.get("prompt_embeds", ()))  # type: ignore[arg-type]
-        if request.lease is not None and params.truncate_prompt_tokens is None:
-            request.lease.check_tokens(fewest + len(prompts) * _num_answers(params) * (params.max_tokens or 1))
+                fewest += len(prompt.get("prompt_embeds", ()))
+            else:
+                fewest += 1
+        if request.lease is not None:
+            request.lease.check_tokens(num_more + (len(prompts) if is_cut else fewest))
 
     async def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
         """Submit the requests of one reply, some in each turn of the event loop, and feed the reply.

@@ -1,6 +1,7 @@
 """/v1/embeddings, /pooling and /classify, Ollama's /api/embed and /api/embeddings: handlers, and forms of answers."""
 
 import base64
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ import numpy as np
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.chat_request import check_chat, render_prompt, with_fetched
 from frontend.http.errors import HttpError
-from frontend.http.pooling import answer, check_pooling, list_head, pool, prepare, receipts_of
+from frontend.http.pooling import PoolingCall, answer, check_pooling, list_head, pool, prepare, receipts_of
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
@@ -208,9 +209,14 @@ async def _pool(
         if (value := getattr(body, field)) is not None and value not in ("left", {}, False):
             raise HttpError(400, f"{field} is not supported: {instead}", param=field)
     params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
-    inputs, priority = _inputs_of(body), body.priority or 0
-    chats, is_chat, special = [one for one in inputs if isinstance(one, ChatBody)], body.messages is not None, True
-    check_pooling(service, request, len(inputs), params, task, priority, receipt=body.receipt)
+    inputs, is_chat, special = _inputs_of(body), body.messages is not None, True
+    call = PoolingCall(params, task, body.priority or 0, body.receipt, prompt_name)
+    check_pooling(service, request, inputs, call)
+    chats = [one for one in inputs if isinstance(one, ChatBody)]
+    if chats:  # before their images are fetched
+        for one in inputs:
+            if isinstance(one, str):
+                service.check_countable(one)
     for chat in chats:
         check_chat(service, chat)
         if body.truncate_prompt_tokens is not None and has_images(chat.messages):
@@ -221,18 +227,17 @@ async def _pool(
         chats[0].messages = prompts_of_model.before_chat(chats[0].messages, prompt_name or "")
         if body.add_generation_prompt is None and not body.continue_final_message:
             chats[0].add_generation_prompt = prompts_of_model.opens_answer
-        prompt_name = ""
+        call = call._replace(prompt_name="")
     render = render_prompt if is_chat else _image_alone
-    async with with_fetched(service, request, chats):
-        prompts = [await render(service, request, one) if isinstance(one, ChatBody) else one for one in inputs]
-        if is_chat:
-            special = lacks_special_tokens(service.engine, prompts[0])
-        if body.add_special_tokens is not None:
-            special = body.add_special_tokens
-        prepared = await prepare(
-            service, request, prompts, params, task, priority, prompt_name, add_special_tokens=special
-        )
-    return await answer(service, request, prepared, task)
+    with contextlib.ExitStack() as held:
+        async with with_fetched(service, request, chats):
+            prompts = [await render(service, request, one) if isinstance(one, ChatBody) else one for one in inputs]
+            if is_chat:
+                special = lacks_special_tokens(service.engine, prompts[0])
+            if body.add_special_tokens is not None:
+                special = body.add_special_tokens
+            prepared = await prepare(service, request, prompts, call, held, add_special_tokens=special)
+        return await answer(service, request, prepared, task)
 
 
 async def _image_alone(service: Service, request: Request, chat: ChatBody) -> PromptInput:
@@ -286,7 +291,7 @@ async def embed(service: Service, request: Request) -> Response:
     name = service.check_model(request, body.model.removesuffix(":latest"))
     texts = [body.input] if isinstance(body.input, str) else body.input
     params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=None if body.truncate is False else -1)
-    outputs = await pool(service, request, list(texts), params, "embed") if texts else []
+    outputs = await pool(service, request, list(texts), PoolingCall(params, "embed")) if texts else []
     took = time.monotonic_ns() - begin
 
     def work() -> bytes:
@@ -300,7 +305,8 @@ async def embed_one(service: Service, request: Request) -> Response:
     """Embed one text, for Ollama's older programs."""
     body = request.decode(_old_decoder)
     service.check_model(request, body.model.removesuffix(":latest"))
-    outputs = await pool(service, request, [body.prompt], PoolingParams(truncate_prompt_tokens=-1), "embed")
+    call = PoolingCall(PoolingParams(truncate_prompt_tokens=-1), "embed")
+    outputs = await pool(service, request, [body.prompt], call)
     return Response(json_bytes({"embedding": _numbers(outputs[0])}))
 
 

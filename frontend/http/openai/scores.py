@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from frontend.http.errors import HttpError
-from frontend.http.pooling import MAX_TEXTS, list_head, pool, receipts_of
+from frontend.http.pooling import MAX_TEXTS, PoolingCall, check_pooling, list_head, pool, receipts_of
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service
@@ -129,17 +129,19 @@ async def _scores(
         raise HttpError(400, f"{len(pairs)} pairs in one request; at most {MAX_TEXTS} are allowed")
     if "classify" in tasks:
         params.use_activation = body.use_activation
+        call = PoolingCall(params, "classify", priority, body.receipt)
+        check_pooling(service, request, pairs, call)  # before they are read
 
         def prepare() -> list[PromptInput]:
             return [pair_prompt(service.engine, pair, body.template, body.instruction) for pair in pairs]
 
         prompts = await service.run(request, prepare)
-        outputs = await pool(service, request, prompts, params, "classify", priority, receipt=body.receipt)
+        outputs = await pool(service, request, prompts, call)
         return [score_of(one) for one in outputs], outputs
     if body.instruction:
         raise HttpError(400, "instruction is for rerankers: put it before the texts", param="instruction")
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    outputs = await pool(service, request, texts, params, "embed", priority, receipt=body.receipt)
+    outputs = await pool(service, request, texts, PoolingCall(params, "embed", priority, body.receipt))
     found = dict(zip(texts, outputs, strict=True))
     return [cosine_score(found[one], found[other]) for one, other in pairs], outputs
 

@@ -1,18 +1,13 @@
 """Vectors of images over HTTP: vLLM's messages, Jina's inputs, URLs that are fetched, and what is refused."""
 
-import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from frontend.http import pooling
-from frontend.http.errors import HttpError
-from ipc.params.pooling_params import PoolingParams
 from tests.core.models.embedding_gemma2_checkpoint import PROMPTS, their_states, their_vector, write_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
 from tests.frontend.http.caller import Caller, serving
@@ -108,6 +103,7 @@ def test_images_are_fetched_under_the_rules_of_chats(images: Caller, tmp_path: P
         ("/v1/embeddings", {"truncate_prompt_tokens": 5}, "prompt with images"),
         ("/v1/embeddings", {"dimensions": 1 << 20}, "dimensions"),
         ("/classify", {}, "classify"),
+        ("/v1/embeddings", {"prompt_name": "unknown"}, "prompt_name='unknown' is not a prompt of this model"),
     ],
 )
 def test_nothing_is_fetched_for_what_is_refused(
@@ -121,6 +117,8 @@ def test_nothing_is_fetched_for_what_is_refused(
             message = images.post(path, {**body, **more}).json["error"]["message"]
             assert text in message
             assert "none.png" not in message
+        message = images.post("/v1/embeddings", {"input": [{"image": url}, "a " * 20_000]}).json["error"]["message"]
+        assert "40000 characters" in message
 
 
 @pytest.mark.parametrize(
@@ -146,37 +144,6 @@ def test_nothing_is_fetched_for_what_is_refused(
 def test_what_is_refused(images: Caller, body: dict[str, Any], text: str) -> None:
     answer = images.post("/v1/embeddings", body)
     assert (answer.status, text in answer.json["error"]["message"]) == (400, True), answer.json
-
-
-@pytest.mark.parametrize(("max_bytes", "leaves_after", "status"), [(100, 9, 400), (1000, 2, 499)])
-def test_images_of_a_request_are_bounded_together(
-    monkeypatch: pytest.MonkeyPatch, max_bytes: int, leaves_after: int, status: int
-) -> None:
-    """Each image is read in a turn of its own, and none after the bound or after the caller has left."""
-    turns: list[int] = []
-
-    def read(engine: Any, prompts: Any, *rest: Any, **more: Any) -> list[Any]:
-        turns.append(len(prompts))
-        square = SimpleNamespace(feature=SimpleNamespace(data=bytes(60)))
-        of_each = [(square,) if isinstance(prompt, dict) else () for prompt in prompts]
-        return [SimpleNamespace(prompt=SimpleNamespace(features=features)) for features in of_each]
-
-    class Exchange:
-        @property
-        def has_left(self) -> bool:
-            return len(turns) > leaves_after
-
-    async def run(request: Any, work: Any, *, is_long: bool) -> Any:
-        return work()
-
-    monkeypatch.setattr(pooling, "prepare_pooling", read)
-    limits = SimpleNamespace(welcome=SimpleNamespace(features=SimpleNamespace(max_bytes=max_bytes)))
-    service: Any = SimpleNamespace(engine=SimpleNamespace(client=limits), run=run, check_text=len)
-    request: Any = SimpleNamespace(exchange=Exchange(), key=None, adapter=None, deadline_s=lambda: None)
-    image: Any = {"prompt": MARK, "multi_modal_data": {"image": [b""]}}
-    with pytest.raises(HttpError) as refused:
-        asyncio.run(pooling.prepare(service, request, ["a", "b", image, image, image, "c"], PoolingParams(), "embed"))
-    assert (refused.value.status, turns) == (status, [2, 1, 1])
 
 
 def test_a_model_of_texts_refuses_images(served: Caller) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from frontend.http.errors import HttpError
 from frontend.http.openai import embeddings
+from frontend.http.pooling import PoolingCall
 from frontend.llm import LLM
 from ipc.params.pooling_params import PoolingParams
 from tests.frontend.http.caller import Caller
@@ -138,8 +139,8 @@ def test_a_vector_may_keep_its_length(monkeypatch: pytest.MonkeyPatch, fields: d
     """The parameters of the engine's request: the fake executor's vectors have no length of their own."""
     asked: list[PoolingParams] = []
 
-    def check(service: Any, request: Any, count: int, params: PoolingParams, *rest: Any, **more: Any) -> Any:
-        asked.append(params)
+    def check(service: Any, request: Any, prompts: Any, call: PoolingCall) -> Any:
+        asked.append(call.params)
         raise HttpError(503, "enough")
 
     monkeypatch.setattr(embeddings, "check_pooling", check)
