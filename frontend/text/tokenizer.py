@@ -229,11 +229,12 @@ class Tokenizer(TokenizerCalls):
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of two texts, joined by the tokenizer's post-processor, and the index of the first token
-        of the second text; 0 = it does not distinguish them. Errors: InvalidRequestError.
+        of the second text; 0 = it does not distinguish them. Other threads can run during it. Errors:
+        InvalidRequestError.
         """
         for text in (first, second):
             _check_text(text)
-        encoded = self.hf.encode(first, second)
+        (encoded,) = self.hf.encode_batch_fast([(first, second)])
         return encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:

@@ -63,6 +63,7 @@ _INSTEAD = {
     "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
     "rank_fields": "send each document's text",
 }
+_FEW_CHARS = 1 << 14  # most characters of pairs that are read in the event loop
 _score_decoder = msgspec.json.Decoder(ScoreBody)
 _rerank_decoder = msgspec.json.Decoder(RerankBody)
 
@@ -131,11 +132,12 @@ async def _scores(
         params.use_activation = body.use_activation
         call = PoolingCall(params, "classify", priority, body.receipt)
         check_pooling(service, request, pairs, call)  # before they are read
+        num_chars = _check_pairs(service, pairs, is_cut=body.truncate_prompt_tokens is not None)
 
         def prepare() -> list[PromptInput]:
             return [pair_prompt(service.engine, pair, body.template, body.instruction) for pair in pairs]
 
-        prompts = await service.run(request, prepare)
+        prompts = await service.run(request, prepare, is_long=num_chars > _FEW_CHARS)
         outputs = await pool(service, request, prompts, call)
         return [score_of(one) for one in outputs], outputs
     if body.instruction:
@@ -144,6 +146,20 @@ async def _scores(
     outputs = await pool(service, request, texts, PoolingCall(params, "embed", priority, body.receipt))
     found = dict(zip(texts, outputs, strict=True))
     return [cosine_score(found[one], found[other]) for one, other in pairs], outputs
+
+
+def _check_pairs(service: Service, pairs: list[tuple[str, str]], *, is_cut: bool) -> int:
+    """Check that pairs can be tokenized in a short time: a query is read once for each text. Return their characters.
+
+    is_cut: prompts are truncated. Errors: HttpError 400, PromptTooLongError.
+    """
+    check = service.check_text if is_cut else service.check_countable
+    for text in {text for pair in pairs for text in pair}:
+        check(text)
+    if (size := sum(len(first) + len(second) for first, second in pairs)) > service.options.max_body_bytes:
+        text = f"the pairs have {size} characters, the query in each of them"
+        raise HttpError(400, f"{text}; at most {service.options.max_body_bytes} are read: send several requests")
+    return size
 
 
 def _usage(scores: list[ScoringRequestOutput]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from frontend.http import pooling
@@ -13,6 +14,7 @@ from frontend.http.bodies import ChatBody
 from frontend.http.chat_request import with_fetched
 from frontend.http.errors import HttpError
 from frontend.http.holdings import MAX_BYTES, Holdings
+from frontend.http.openai import scores
 from frontend.http.pooling import PoolingCall
 from ipc.params.pooling_params import PoolingParams
 
@@ -165,3 +167,20 @@ def test_nothing_is_fetched_for_a_key_without_tokens() -> None:
     chat = ChatBody(messages=[{"role": "user", "content": [{"type": "image", "url": "https://example.com/a.png"}]}])
     with pytest.raises(HttpError, match="no 1 left"):
         asyncio.run(fetch())
+
+
+@pytest.mark.parametrize("body", [{}, {"truncate_prompt_tokens": 5}])
+def test_pairs_are_bounded_before_they_are_read(body: dict[str, Any]) -> None:
+    """A query is tokenized with each of the texts, so a short body may be much text."""
+    checked: list[str] = []
+    options, standing = SimpleNamespace(max_body_bytes=1000), SimpleNamespace(refuse_requests=lambda: None)
+    service = service_of(here, options=options, standing=standing, check_model=lambda request, name: "model")
+    service.check_prompts = lambda *_, **options: None
+    service.check_text, service.check_countable = (checked.append, lambda _: pytest.fail("refused if cut"))
+    if not body:
+        service.check_text, service.check_countable = service.check_countable, checked.append
+    data = msgspec.json.encode({"query": "q" * 200, "documents": ["a", "b", "c", "d", "e"], **body})
+    request = request_of(Present(), decode=lambda decoder: decoder.decode(data))
+    with pytest.raises(HttpError, match="the pairs have 1005 characters, the query in each of them; at most 1000"):
+        asyncio.run(scores.rerank(service, request))
+    assert sorted(checked) == ["a", "b", "c", "d", "e", "q" * 200]
