@@ -22,6 +22,7 @@ from ipc.wire.pooling_messages import AddPooling, Pooled
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, add_message, expected_tokens, small_config, unpack
 from tests.fake_options import fake_options
+from tests.in_turn import in_turn
 from tools.cli import main
 
 
@@ -136,9 +137,9 @@ def test_generation_finds_the_blocks_of_a_pooled_prompt() -> None:
     assert client.tokens[0, 2] == expected_tokens(message, 396)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    ("policy", "mode", "depth"), in_turn(["fcfs", "priority", "fair"], ["recompute", "swap"], [1, 2])
+)
 def test_a_mixed_load_short_of_blocks(depth: int, policy: str, mode: str) -> None:
     """Preempted, swapped, aborted beside generation: each request has what it would have alone."""
     rng = random.Random(depth)

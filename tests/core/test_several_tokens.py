@@ -16,6 +16,7 @@ from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.test_step_cost import count_calls
 from tests.fake_options import fake_options
+from tests.in_turn import in_turn
 
 MAX_LEN = 90
 MOST = 5
@@ -77,8 +78,7 @@ def run(executor: type[PagedExecutor], aborts: dict[int, int] | None = None, **o
     return driver
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("num_blocks", [25, 36, 300])
+@pytest.mark.parametrize(("num_blocks", "depth"), in_turn([25, 36, 300], [1, 2]))
 def test_streams_and_ends_are_those_of_one_token_a_step(num_blocks: int, depth: int) -> None:
     several, one = (run(kind, num_blocks=num_blocks, depth=depth) for kind in (Several, PagedExecutor))
     for message in messages():

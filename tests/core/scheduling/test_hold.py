@@ -8,10 +8,10 @@ from core.inputs import HoldClient, ReleaseClient
 from ipc.wire.messages import Abort, CallDone, FinishReason, Goodbye, Pause, PauseMode, Resume
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
+from tests.in_turn import in_turn
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("prefix_caching", "depth"), in_turn([True, False], [1, 2]))
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 20))])
 def test_holds_change_no_token(seed: int, depth: int, prefix_caching: bool) -> None:
     """Three clients on and off hold at random, short of blocks and rows, with aborts."""

@@ -14,6 +14,7 @@ from ipc.wire.messages import Abort, AddRequest, FinishReason
 from ipc.wire.scheduling_messages import Explain, Explanation, Reason
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
+from tests.in_turn import in_turn
 
 
 class OddNumbers:
@@ -53,8 +54,7 @@ def running_numbers(driver: Driver) -> list[int]:
     return sorted(driver.scheduler.table.number[driver.scheduler.running].tolist())
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(("policy", "depth"), in_turn(["fcfs", "priority"], [1, 2]))
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
 def test_it_holds_and_gives_back_through_aborts_holds_and_preemptions(seed: int, policy: str, depth: int) -> None:
     rng = random.Random(seed)

@@ -7,6 +7,7 @@ import pytest
 
 from core.scheduling.decisions import Verdict
 from tests.core.driving import ByHand, Driver, Received, add_message, expected_tokens, small_config
+from tests.in_turn import in_turn
 
 
 def add(hand: ByHand, number: int, length: int, max_tokens: int = 4, priority: int = 0, **where: Any) -> Received:
@@ -138,9 +139,9 @@ def test_the_swapped_go_before_new_arrivals_of_their_class() -> None:
     assert hand.step() == {1: 1}
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
-@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize(
+    ("mode", "policy", "depth"), in_turn(["recompute", "swap", "auto"], ["fcfs", "priority", "fair"], [1, 2])
+)
 def test_preemption_changes_no_token(depth: int, mode: str, policy: str) -> None:
     """The executor reads every context back, so what is copied wrongly is seen."""
     slots = {"recompute": 0, "swap": 10, "auto": 10}[mode]
