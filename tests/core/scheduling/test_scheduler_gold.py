@@ -119,10 +119,10 @@ def of_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("machine", "count"),
     [
-        (PlainMachine, 35),
+        (PlainMachine, 50),
         (PagesMachine, 25),
         (SwappedPagesMachine, 20),
-        (OptionsMachine, 25),
+        (OptionsMachine, 35),
         (StatesMachine, 25),
         (SwappedStatesMachine, 20),
     ],
