@@ -108,7 +108,7 @@ def test_each_token_and_fewer_numbers(llm: LLM) -> None:
         (asked(MARK, 0), {"truncate_prompt_tokens": 9}, UnsupportedParameterError, "truncate_prompt_tokens cannot be"),
         ({"prompt_token_ids": [1], "multi_modal_data": {"image": IMAGES[0]}}, {}, InvalidRequestError, "that is text"),
         ({"prompt_embeds": np.zeros((2, 48), np.float32)}, {}, InvalidRequestError, "takes no prompt_embeds: it pools"),
-        (asked(MARK * 12, *([0] * 12)), {}, InvalidRequestError, "at most 700 fit"),
+        (asked(MARK * 12, *([0] * 12)), {}, InvalidRequestError, "are more than 700: send fewer"),
     ],
 )
 def test_what_is_refused(llm: LLM, prompt: Any, params: dict[str, Any], error: type[Exception], message: str) -> None:
