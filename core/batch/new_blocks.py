@@ -8,8 +8,8 @@ from ipc.tables.arrays import NO_INTS, BlockIds, Rows
 class NewBlocks:
     """Columns of (row, block). The blocks of one row are neighbours, in the order of its table.
 
-    rows, ids [m]: new blocks of the first kind of layer, of running rows. others: (rows [n], ids [n]) of each further
-    kind, of running rows and starting ones. Empty if there are none.
+    rows, ids [m]: new blocks of the first kind of layer, of running rows, and of starting ones those for drafts.
+    others: (rows [n], ids [n]) of each further kind, of running rows and starting ones. Empty if there are none.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class NewBlocks:
         self.others: list[tuple[Rows, BlockIds]] = []
 
     def add(self, rows: Rows, ids: BlockIds) -> None:
-        """Add new blocks of running rows."""
+        """Add new blocks of rows."""
         if len(self.rows):
             rows, ids = _merged(self.rows, self.ids, rows, ids)
         self.rows, self.ids = rows, ids

@@ -24,7 +24,7 @@ class DraftRule:
     floating-point operations, so that a replay on another machine decides the same.
     """
 
-    #: Whether drafts may follow a prompt in the step that ends it.
+    #: Whether a source is also asked for drafts that follow a prompt, in the step that ends it.
     after_prompts = False
 
     def __init__(
@@ -100,9 +100,7 @@ class DraftRule:
 class AllDrafts(DraftRule):
     """The rule for drafts that are worth any cost: as many as a step has room for, row after row."""
 
-    def __init__(self, *, after_prompts: bool) -> None:
-        super().__init__()
-        self.after_prompts = after_prompts
+    after_prompts = True
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
         """Return whether there is a step at all."""

@@ -109,12 +109,12 @@ def read_text_prompts(values: Mapping[str, Any], transformer: Mapping[str, Any])
         )
     processing = transformer.get("processing_kwargs")
     of_chats = processing.get("chat_template") if isinstance(processing, dict) else None
-    opens = of_chats.get("add_generation_prompt", False) if isinstance(of_chats, dict) else False
-    if not isinstance(opens, bool):
+    opens = of_chats.get("add_generation_prompt") if isinstance(of_chats, dict) else None
+    if not isinstance(opens, bool | None):
         raise ModelFileError(
             f"sentence_bert_config.json: add_generation_prompt of chat_template must be a boolean; got {opens!r:.80}"
         )
-    return TextPrompts(prompts, default, opens)
+    return TextPrompts(prompts, default, bool(opens))
 
 
 #: Prefix of the GGUF key of a named chat template; tokenizer.chat_template itself is the default one.

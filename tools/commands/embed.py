@@ -31,6 +31,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("there is nothing to embed: give a TEXT, --image FILE, or both")
     params = PoolingParams(dimensions=parsed.dimensions)
     texts = [text for given in parsed.texts for text in _read(given)] if parsed.texts else [None]
+    if not texts:
+        parser.error("there is nothing to embed: standard input has no text")
     template = options.get("chat_template") if parsed.connect is not None else None
     if parsed.connect is None and options.get("runner", "auto") == "auto":
         options["runner"] = "pooling"

@@ -155,13 +155,24 @@ def test_the_comparison_sees_rounding_order_and_denormals(library: CpuLibrary) -
         assert not np.array_equal(product(library, x, weight), product(other, x, weight)), kind
 
 
+#: Rows and columns with which x is copied to tiles, and whole weights too; and these alone.
+MANY = ((260, 800, 75), (260, 800, 96), (256, 96, 160))
+
+
 @pytest.mark.skipif(not has_amx(), reason="this machine has no AMX, or does not grant it")
 def test_the_instructions_give_the_emulated_bits() -> None:
     """NaN too. 2e6 sums of each kind, on all rows and columns of tiles that are whole and that are not."""
     library, rng = load_cpu_library("amx"), np.random.default_rng(3)
     use = library.function("amx_use", ctypes.c_int)
     for kind in KINDS:
-        for rows, columns, depth in [(512, 256, 32), (512, 256, 512), (511, 255, 75), (1, 64, 576), (17, 64, 576)]:
+        for rows, columns, depth in [
+            (512, 256, 32),
+            (512, 256, 512),
+            (511, 255, 75),
+            (1, 64, 576),
+            (17, 64, 576),
+            *MANY,
+        ]:
             x, weight = kind(rng, (rows, depth)), kind(rng, (columns, depth))
             bits = []
             for is_real in (1, 0):

@@ -210,6 +210,20 @@ def test_an_answer_takes_few_steps(site: Site) -> None:
         verifier.close()
 
 
+def test_choices_share_the_step_of_their_prompt(site: Site) -> None:
+    """The first one's answer could be verified in that step, and the others' prompt would be computed again."""
+    prompt = {"prompt_token_ids": [7, 30, 9] * 10}
+    (output,) = site.llm.generate(prompt, params({"n": 4, "seed": 3, "temperature": 1.5}), use_tqdm=False)
+    claim = claim_of(site.llm.receipt(output))
+    short = claim._replace(answers=[Answer(one.token_ids[: 3 + 2 * at]) for at, one in enumerate(claim.answers)])
+    verifier = Verifier(config_from_options(**{**site.options, "block_size": 64}))
+    try:
+        assert verifier.verify([short]) == [Outcome()]
+        assert verifier.num_steps <= 4
+    finally:
+        verifier.close()
+
+
 def test_beam_searches_are_run_again(site: Site) -> None:
     given = [params({"temperature": 0.0, **one, "use_beam_search": True}) for one in SEARCHES]
     made = [site.llm.receipt(output) for output in answered(site.llm, [[5, 6, 7], [8] * 9, [200, 3]], given)]

@@ -64,7 +64,10 @@ class Verifier(LocalEngine):
         if self.info.state_bytes:  # each draft needs a place for the state before it
             most = min(most, speculation.most_in_step)
         self._drafts = GivenDrafts(self.scheduler.table)
-        speculation.use_only(self._drafts, most, after_prompts=not self.info.state_bytes)
+        speculation.use_only(self._drafts, most)
+        # A state after a prompt would be both a draft's and the prefix cache's. On a GPU the rows of a step with drafts
+        # are computed as decoding ones, and an image's tokens, which see each other, are not.
+        self._in_one_step = not self.info.state_bytes and self.config.device == "cpu"
         self._num_claims = 0
 
     def verify(self, claims: Sequence[Claim]) -> list[Outcome]:
@@ -79,8 +82,10 @@ class Verifier(LocalEngine):
                 outcomes[number - first] = message
                 continue
             open_[number] = _Open(claim)
+            in_one_step = self._in_one_step and len(claim.answers) == 1  # choices wait for the prompt of the first
             for choice, answer in enumerate(() if message.params.use_beam_search else claim.answers):
-                self._drafts.give((CLIENT, number, choice), self._known(answer.token_ids))
+                known = self._known(answer.token_ids)
+                self._drafts.give((CLIENT, number, choice), known, after_prompt=in_one_step)
             inbox.append((CLIENT, message))
         while open_:
             ended = [pair for reply in self.step(inbox) for pair in self._take(reply, open_)]
