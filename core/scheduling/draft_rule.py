@@ -24,7 +24,8 @@ class DraftRule:
     floating-point operations, so that a replay on another machine decides the same.
     """
 
-    #: Whether a source is also asked for drafts that follow a prompt, in the step that ends it.
+    #: Whether a source is also asked for drafts that follow a prompt, in the step that computes its end,
+    #: or what a row computes again.
     after_prompts = False
 
     def __init__(
@@ -100,7 +101,9 @@ class DraftRule:
 class AllDrafts(DraftRule):
     """The rule for drafts that are worth any cost: as many as a step has room for, row after row."""
 
-    after_prompts = True
+    def __init__(self, *, after_prompts: bool) -> None:
+        super().__init__()
+        self.after_prompts = after_prompts
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
         """Return whether there is a step at all."""

@@ -60,13 +60,13 @@ class Speculation(Columns):
         if settings is not None and (proposer := build_proposer(config, settings, batch.table)) is not None:
             self.proposers.append(proposer)
 
-    def use_only(self, source: Proposer, most: int) -> None:
-        """Take drafts from this source alone, whatever they cost, `most` of them in a step.
+    def use_only(self, source: Proposer, most: int, *, after_prompts: bool) -> None:
+        """Take drafts from this source alone, whatever they cost, `most` in a step. after_prompts: see DraftRule.
 
         It is called before the first step, of engines that verify given answers. These are not captured.
         """
         self.proposers, self.offered = [source], OfferedDrafts(self._batch.table, 0)
-        self._rule, self._most, self.most_in_step = AllDrafts(), most, most
+        self._rule, self._most, self.most_in_step = AllDrafts(after_prompts=after_prompts), most, most
 
     def fill(self, draft: Draft, rows: Ints, counts: Ints) -> None:
         """Add drafts to a step, out of its budget.

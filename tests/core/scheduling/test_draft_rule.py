@@ -52,7 +52,7 @@ def test_may_pay_never_denies_what_choose_would_take() -> None:
 
 
 def test_given_drafts_are_all_taken_row_after_row() -> None:
-    rule, chances = AllDrafts(), np.full(3, 1e-9)
+    rule, chances = AllDrafts(after_prompts=True), np.full(3, 1e-9)
     assert rule.may_pay(5000, 0.0)
     assert not rule.may_pay(0, 1.0)
     assert rule.choose(9, chances, np.array([300, 0, 200]), 400).tolist() == [300, 0, 100]

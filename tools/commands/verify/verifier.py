@@ -64,10 +64,10 @@ class Verifier(LocalEngine):
         if self.info.state_bytes:  # each draft needs a place for the state before it
             most = min(most, speculation.most_in_step)
         self._drafts = GivenDrafts(self.scheduler.table)
-        speculation.use_only(self._drafts, most)
         # A state after a prompt would be both a draft's and the prefix cache's. On a GPU the rows of a step with drafts
         # are computed as decoding ones, and an image's tokens, which see each other, are not.
         self._in_one_step = not self.info.state_bytes and self.config.device == "cpu"
+        speculation.use_only(self._drafts, most, after_prompts=self._in_one_step)
         self._num_claims = 0
 
     def verify(self, claims: Sequence[Claim]) -> list[Outcome]:
