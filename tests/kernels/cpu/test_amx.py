@@ -240,13 +240,15 @@ def test_quantized_products_by_the_instructions_have_the_emulated_bits(name: str
     stored = quantize(library, [rows])
     assert stored is not None
     matrix = PackedMatrix(library, stored, out_dtype=FLOAT32)
-    for count in (1, 16, 17, 40):
+    odd = x[:1].copy()
+    odd[0, [5, 70, 71, 72]] = np.array([0x7FC1, 0xFF81, 0x7F80, 0xFF80], np.uint16).view(odd.dtype)  # NaN, NaN, inf, -inf
+    for rows_of_x in (x[:1], odd, x[:16], x[:17], x):
         bits = []
         for is_real in (1, 0):
             use(is_real)
-            bits.append(matrix(x[:count]).view(np.uint32).copy())
+            bits.append(matrix(rows_of_x).view(np.uint32).copy())
         use(1)
-        assert np.array_equal(*bits), count
+        assert np.array_equal(*bits), len(rows_of_x)
 
 
 @needs_avx512
@@ -312,6 +314,7 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
         "multiply_codes_real": (common - {"tilezero"}) | {"tdpbssd"},
     }
     assert re.search(r"tdpbf16ps %tmm6,%tmm4,%tmm0", listing), "sums, rows of x, weights, in the assembler's order"
+    assert re.search(r"tdpbf16ps %tmm5,%tmm6,%tmm2", listing), "sums, weights, a row of x: their columns are its left side"
     assert re.search(r"tdpbssd %tmm4,%tmm2,%tmm0", listing), "sums, rows of x, codes"
 
 

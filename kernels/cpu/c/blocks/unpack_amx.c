@@ -174,7 +174,7 @@ INLINE void unpack_group(const char *panel, int32_t panel_type, int64_t g, char 
     const char *head = panel + head_offset(layout, g), *group = panel + group_offset(layout, g);
     Part part = {.codes = group + layout.scale_bytes, .own = &own};
 #pragma GCC unroll 32
-    for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
+    for (int line = 0; line < layout.group_bytes + layout.head_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
 #pragma GCC unroll 1
     for (part.v = 0; part.v < PANEL_VECTORS; part.v++) {
         part.scales = load_scales(head, group, part.v, own.unit, type);

@@ -23,4 +23,7 @@ typedef void (*UnpackGroup)(const char *panel, int32_t type, int64_t group, char
 /* Return the function for a panel of a type; NULL if there is none, or if this CPU lacks the instructions. */
 UnpackGroup unpacker_of(int32_t type);
 
+/* The same for two tiles whose rows are the panel's columns: [32 columns, 32 places] of bfloat16. */
+UnpackGroup column_unpacker_of(int32_t type);
+
 #endif

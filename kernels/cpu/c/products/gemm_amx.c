@@ -69,6 +69,7 @@ typedef struct {
     UnpackGroup unpack;    /* of the panel that is multiplied; or NULL */
     const char *quantized; /* that panel, and its type */
     int32_t type;
+    int is_left;           /* whether it is the left side: its columns are rows of tiles */
     Pending pending;
     int rounds_only; /* whether the sums of whole panels are rounded and stored, and nothing else */
     Ahead ahead;
@@ -122,10 +123,12 @@ INLINE const char *weights_of(const RowBlock *rows, int64_t panel, int64_t slab,
 
 /* Find out how a panel's slabs are unpacked. */
 INLINE void choose_unpacker(RowBlock *rows, int64_t panel, const int is_real) {
-    rows->unpack = NULL;
+    rows->unpack = NULL, rows->is_left = 0;
     if (!is_real || rows->args->packing != QUANTIZED_WEIGHTS) return;
     const QuantizedPanel *entry = quantized_panel(rows->args->weights, panel);
-    rows->unpack = unpacker_of(entry->type);
+    if (rows->rows == 1) rows->unpack = column_unpacker_of(entry->type);
+    rows->is_left = rows->unpack != NULL;
+    if (!rows->unpack) rows->unpack = unpacker_of(entry->type);
     rows->quantized = (const char *)rows->args->weights + entry->offset, rows->type = entry->type;
 }
 
@@ -171,18 +174,12 @@ static const SlabLayout TWO_TILES = {SLAB_BYTES / 2, AMX_ROW_BYTES}, IN_PLACE = 
 
 /* Multiply a slab of x with one of weights. is_tall: there are more than AMX_ROWS rows. */
 INLINE void multiply_slab(Amx *amx, const char *x, int64_t x_bytes, const char *weights, const SlabLayout layout,
-                          int is_copied, const int is_tall, const int is_real) {
-    if (is_copied)
-        amx_load_past(amx, X, x, x_bytes, is_real);
-    else
-        amx_load(amx, X, x, x_bytes, is_real);
+                          const int is_tall, const int is_real) {
+    amx_load(amx, X, x, x_bytes, is_real);
     amx_load_past(amx, WEIGHTS, weights, layout.row_bytes, is_real);
     amx_product(amx, 0, X, WEIGHTS, is_real);
     if (is_tall) {
-        if (is_copied)
-            amx_load_past(amx, X + 1, x + AMX_ROWS * x_bytes, x_bytes, is_real);
-        else
-            amx_load(amx, X + 1, x + AMX_ROWS * x_bytes, x_bytes, is_real);
+        amx_load(amx, X + 1, x + AMX_ROWS * x_bytes, x_bytes, is_real);
         amx_product(amx, 2, X + 1, WEIGHTS, is_real);
     }
     amx_load_past(amx, WEIGHTS + 1, weights + layout.others, layout.row_bytes, is_real);
@@ -209,6 +206,25 @@ INLINE void store_sums(Amx *amx, float *to, const int is_tall, const int is_real
     if (is_tall) amx_store(amx, 2, lower, stride, is_real), amx_store(amx, 3, lower + AMX_ROWS, stride, is_real);
 }
 
+/* Multiply a panel that is the left side with a single row. */
+INLINE void multiply_left(Amx *amx, RowBlock *rows, int64_t panel, const int is_real) {
+    amx_zero(amx, 2, is_real), amx_zero(amx, 3, is_real);
+    for (int64_t slab = rows->begin; slab < rows->begin + AHEAD; slab++) prepare(rows, panel, slab, 0);
+    for (int64_t slab = rows->begin; slab < rows->end; slab++) {
+        prepare(rows, panel, slab + AHEAD, 0);
+        const char *weights = place_of(rows, panel, slab);
+        amx_load(amx, X + 1, rows->x + slab * rows->x_step, 4, is_real);
+        amx_load(amx, WEIGHTS, weights, AMX_ROW_BYTES, is_real);
+        amx_product(amx, 2, WEIGHTS, X + 1, is_real);
+        amx_load(amx, WEIGHTS + 1, weights + SLAB_BYTES / 2, AMX_ROW_BYTES, is_real);
+        amx_product(amx, 3, WEIGHTS + 1, X + 1, is_real);
+        store_pending(rows, 1);
+    }
+    float *sums = rows->sums[rows->pending.sums == rows->sums[0]];
+    amx_store(amx, 2, sums, 4, is_real), amx_store(amx, 3, sums + AMX_ROWS, 4, is_real);
+    rows->pending = (Pending){sums, rows->row, panel, 1, 0};
+}
+
 /* Multiply the rows with a panel. is_ready: all of its weights are unpacked. */
 INLINE void multiply_panel(Amx *amx, RowBlock *rows, int64_t panel, const int is_tall, const int is_ready,
                            const int is_real) {
@@ -218,17 +234,21 @@ INLINE void multiply_panel(Amx *amx, RowBlock *rows, int64_t panel, const int is
     const SlabLayout layout = in_place ? IN_PLACE : TWO_TILES;
     const char *ready = in_place ? packed_place(rows->args, panel, rows->begin) : place_of(rows, panel, rows->begin);
     Sums *kept = rows->kept ? rows->kept + (panel - rows->first) : NULL;
-    begin_sums(amx, kept && rows->begin ? *kept : NULL, is_tall, is_real);
     if (!is_ready) choose_unpacker(rows, panel, is_real);
+    if (!is_ready && !is_tall && rows->is_left) {
+        multiply_left(amx, rows, panel, is_real);
+        return;
+    }
+    begin_sums(amx, kept && rows->begin ? *kept : NULL, is_tall, is_real);
     for (int64_t slab = rows->begin; !is_ready && slab < rows->begin + AHEAD; slab++) prepare(rows, panel, slab, in_place);
     for (int64_t slab = rows->begin; slab < rows->end; slab++) {
         if (!is_ready) prepare(rows, panel, slab + AHEAD, in_place);
         const char *weights = is_ready ? ready + (slab - rows->begin) * SLAB_BYTES : weights_of(rows, panel, slab, in_place);
         if (rows->is_copied || slab < whole) {
             const char *x = rows->x + slab * rows->x_step;
-            multiply_slab(amx, x, rows->x_bytes, weights, layout, rows->is_copied, is_tall, is_real);
+            multiply_slab(amx, x, rows->x_bytes, weights, layout, is_tall, is_real);
         } else {
-            multiply_slab(amx, rows->tail, AMX_ROW_BYTES, weights, TWO_TILES, 0, is_tall, is_real);
+            multiply_slab(amx, rows->tail, AMX_ROW_BYTES, weights, TWO_TILES, is_tall, is_real);
         }
         if (is_ready) prefetch_ahead(&rows->ahead);
         store_pending(rows, each);
@@ -249,6 +269,8 @@ static void shape(Amx *amx, int rows) {
     const int upper = rows < AMX_ROWS ? rows : AMX_ROWS;
     for (int tile = 0; tile < X; tile++) amx_shape(amx, tile, tile < 2 ? upper : rows - upper, AMX_ROW_BYTES);
     amx_shape(amx, X, upper, AMX_ROW_BYTES), amx_shape(amx, X + 1, rows - upper, AMX_ROW_BYTES);
+    if (rows == 1) /* the right side too, multiply_left(): a pair a row, and a sum a row */
+        amx_shape(amx, 2, AMX_ROWS, 4), amx_shape(amx, 3, AMX_ROWS, 4), amx_shape(amx, X + 1, AMX_ROWS, 4);
     amx_shape(amx, WEIGHTS, AMX_ROWS, AMX_ROW_BYTES), amx_shape(amx, WEIGHTS + 1, AMX_ROWS, AMX_ROW_BYTES);
 }
 
