@@ -107,6 +107,27 @@ static void activate(float *numbers, const int function, const float *constants)
         activate_as(numbers, GELU_TANH);
 }
 
+/* Whether y is written past the caches: they would not keep it, and its lines are written whole, so none is read first.
+ * Other threads see such writes after the pool's barrier, whose atomic addition waits for them. */
+enum { PAST_CACHES_BYTES = 32 << 20 };
+INLINE int is_past_caches(const Gemm *args) {
+#if defined(__AVX512F__)
+    const uint64_t aligned = (uint64_t)args->y | (uint64_t)args->y_stride * sizeof(float);
+    return args->num_rows * args->num_columns >= PAST_CACHES_BYTES / (int64_t)sizeof(float) && aligned % 64 == 0;
+#else
+    (void)args;
+    return 0;
+#endif
+}
+
+INLINE void store_past_caches(float *to, const Floats values) {
+#if defined(__AVX512F__)
+    _mm512_stream_ps(to, (__m512)values);
+#else
+    store_floats(to, values);
+#endif
+}
+
 /* Write num_columns elements of y from [row, column] on: sums plus the bias, maybe activated, as y_dtype. */
 static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t column, int64_t num_columns) {
     float biased[PANEL_COLUMNS];
@@ -125,6 +146,8 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     int64_t at = row * args->y_stride + column, i = 0;
     if (args->y_dtype == FLOAT32) {
         float *y = (float *)args->y + at;
+        if (is_past_caches(args))
+            for (; i + LANES <= num_columns; i += LANES) store_past_caches(y + i, load_floats(sums + i));
         for (; i + LANES <= num_columns; i += LANES) store_floats(y + i, load_floats(sums + i));
         if (i < num_columns) memcpy(y + i, sums + i, (num_columns - i) * sizeof *y);
         return;
