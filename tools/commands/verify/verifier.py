@@ -22,7 +22,8 @@ from tools.commands.replay.output_rows import OutputRow, output_rows
 from tools.commands.verify.local_engine import CLIENT, Difference, LocalEngine, Outcome
 
 #: Most drafts of a step. Each needs a row of logits, so there are fewer with a large vocabulary.
-MOST_DRAFTS = 512
+MOST_DRAFTS = 1024
+_STEP_TOKENS = 1024  # unless the caller chose a number: an answer of 512 tokens and its prompt fit into one step
 _MAX_LOGITS_BYTES = 128 << 20
 _ANY_STEP_NS = (1_000_000,) * 8  # given, so that none is measured; no rule looks at them
 
@@ -58,7 +59,8 @@ class Verifier(LocalEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS, step_ns=_ANY_STEP_NS)
-        super().__init__(msgspec.structs.replace(config, speculative_config=drafts))
+        tokens = config.max_num_batched_tokens or (_STEP_TOKENS if config.device == "cpu" else None)
+        super().__init__(msgspec.structs.replace(config, speculative_config=drafts, max_num_batched_tokens=tokens))
         speculation = self.scheduler.speculation
         most = min(MOST_DRAFTS, max(MAX_DRAFTS, _MAX_LOGITS_BYTES // (4 * self.info.vocab_size)))
         if self.info.state_bytes:  # each draft needs a place for the state before it
