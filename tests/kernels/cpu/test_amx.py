@@ -241,7 +241,8 @@ def test_quantized_products_by_the_instructions_have_the_emulated_bits(name: str
     assert stored is not None
     matrix = PackedMatrix(library, stored, out_dtype=FLOAT32)
     odd = x[:1].copy()
-    odd[0, [5, 70, 71, 72]] = np.array([0x7FC1, 0xFF81, 0x7F80, 0xFF80], np.uint16).view(odd.dtype)  # NaN, NaN, inf, -inf
+    nan, inf = (0x7FC1, 0xFF81), (0x7F80, 0xFF80)
+    odd[0, [5, 70, 71, 72]] = np.array([*nan, *inf], np.uint16).view(odd.dtype)
     for rows_of_x in (x[:1], odd, x[:16], x[:17], x):
         bits = []
         for is_real in (1, 0):
@@ -314,7 +315,7 @@ def test_the_compiled_functions_take_tiles_and_give_them_back() -> None:
         "multiply_codes_real": (common - {"tilezero"}) | {"tdpbssd"},
     }
     assert re.search(r"tdpbf16ps %tmm6,%tmm4,%tmm0", listing), "sums, rows of x, weights, in the assembler's order"
-    assert re.search(r"tdpbf16ps %tmm5,%tmm6,%tmm2", listing), "sums, weights, a row of x: their columns are its left side"
+    assert re.search(r"tdpbf16ps %tmm5,%tmm6,%tmm2", listing), "sums, weights on the left, a row of x"
     assert re.search(r"tdpbssd %tmm4,%tmm2,%tmm0", listing), "sums, rows of x, codes"
 
 

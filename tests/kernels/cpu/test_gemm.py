@@ -123,6 +123,16 @@ def test_rows_a_page_apart_have_the_bits_of_others(variant, depth, dtype):
             assert torch.equal(matrix(table[:count, :depth]), whole[:count])
 
 
+@pytest.mark.parametrize("num_columns", [90_000, 90_007])
+def test_results_that_caches_do_not_keep_have_the_bits_of_others(variant, num_columns):
+    """They are written past the caches if their rows begin at lines: 36 MB here, and by fewer rows at a time."""
+    weight, x = numbers(num_columns, 32, dtype=torch.bfloat16), numbers(100, 32, dtype=torch.bfloat16, seed=1)
+    matrix = PackedMatrix(variant, weight, out_dtype=torch.float32)
+    variant.start_threads(2)
+    whole = matrix(x)
+    assert torch.equal(whole, torch.cat([matrix(x[:50]), matrix(x[50:])]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_of_rows_a_page_apart_have_the_bits_of_others(variant, dtype):
     """Rows whose distance is a page, and whose rest must not be read."""

@@ -210,6 +210,21 @@ def test_an_answer_takes_few_steps(site: Site) -> None:
         verifier.close()
 
 
+def test_a_step_has_a_whole_answer_unless_the_caller_chose_another_budget(site: Site) -> None:
+    claims = [claim_of(one) for one in site.receipts]
+    own = {name: value for name, value in site.options.items() if name != "max_num_batched_tokens"}
+    steps = []
+    for chosen in ({}, {"max_num_batched_tokens": 64}):
+        verifier = Verifier(config_from_options(**{**own, **chosen}))
+        try:
+            assert verifier.config.max_num_batched_tokens == (64 if chosen else 1024)
+            assert verifier.verify(claims) == [Outcome()] * len(claims)
+            steps.append(verifier.num_steps)
+        finally:
+            verifier.close()
+    assert steps[0] < steps[1]
+
+
 def test_choices_share_the_step_of_their_prompt(site: Site) -> None:
     """The first one's answer could be verified in that step, and the others' prompt would be computed again."""
     prompt = {"prompt_token_ids": [7, 30, 9] * 10}
