@@ -1,6 +1,7 @@
 """An event loop that receives in the place of the transport's thread: in its own thread, in order, without a loss."""
 
 import asyncio
+import select
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,41 @@ from frontend.client.loop_receiver import LoopReceiver
 from frontend.client.transport import ZmqTransport
 
 PATIENCE_S = 60.0
+REAL_POLL = select.poll
+
+
+class Poll:
+    """select.poll() of the transport's thread, which says whether the thread sleeps in it."""
+
+    def __init__(self) -> None:
+        self._poll, self._others = REAL_POLL(), REAL_POLL()
+        self._is_inside = False
+
+    def register(self, fd: int, events: int) -> None:
+        self._poll.register(fd, events)
+        self._others.register(fd, events)
+
+    def unregister(self, fd: int) -> None:
+        self._poll.unregister(fd)
+        self._others.unregister(fd)
+
+    def poll(self, timeout: int | None) -> list[tuple[int, int]]:
+        self._is_inside = timeout != 0
+        try:
+            return self._poll.poll(timeout)
+        finally:
+            self._is_inside = False
+
+    def sleeps(self) -> bool:
+        """Whether the thread sleeps, and nothing that it waits for has happened: until then it takes no lock."""
+        return self._is_inside and not self._others.poll(0)
 
 
 class Peer:
     """A ROUTER, and a transport that is connected to it, which notes what it receives and in which thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, polls: list[Poll]) -> None:
+        self.polls = polls
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.set_hwm(0)
@@ -54,11 +84,23 @@ class Peer:
             while len(self.received) < count:
                 await asyncio.sleep(0.001)
 
+    async def until_its_thread_sleeps(self) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not self.polls[-1].sleeps():
+                await asyncio.sleep(0.001)
+
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
+def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peer]:
+    polls = list[Poll]()
+
+    def new_poll() -> Poll:
+        polls.append(Poll())
+        return polls[-1]
+
+    monkeypatch.setattr(select, "poll", new_poll)
     with zmq.Context() as context:
-        peer = Peer(context, f"ipc://{tmp_path}/engine.sock")
+        peer = Peer(context, f"ipc://{tmp_path}/engine.sock", polls)
         yield peer
         peer.transport.close()
         peer.socket.close()
@@ -99,7 +141,11 @@ class Timers:
 
 
 async def lent(peer: Peer, timers: Timers | None = None) -> LoopReceiver:
-    """A receiver whose loop has the socket: frames that the transport's thread still receives are taken out."""
+    """A receiver whose loop has the socket: frames that the transport's thread still receives are taken out.
+
+    That thread sleeps then. Otherwise it could send frames that are collected for the end of the loop's turn, or hold
+    the socket while there are many of them, so that they stay queued.
+    """
     loop: Any = timers or asyncio.get_running_loop()
     receiver = LoopReceiver(peer.transport, loop)
     while True:
@@ -108,6 +154,7 @@ async def lent(peer: Peer, timers: Timers | None = None) -> LoopReceiver:
         await peer.until(before + 1)
         if peer.received[-1][1]:
             peer.received.clear()
+            await peer.until_its_thread_sleeps()
             return receiver
 
 
@@ -211,9 +258,9 @@ def test_frames_of_a_turn_leave_together_behind_the_first(peer: Peer) -> None:
         assert peer.socket.recv_multipart()[1] == b"0"  # within the turn
         for number in range(1, count):
             peer.transport.send(b"%d" % number)
-        while peer.socket.poll(50):  # what has left within the turn
+        while peer.socket.poll(50):  # what has left within the turn, in eights
             received.append(peer.socket.recv_multipart()[1])
-        assert count - 8 < len(received) < count - 1
+        assert len(received) == 24
         await asyncio.sleep(0)
         peer.transport.send(b"%d" % count)
         while len(received) < count:
