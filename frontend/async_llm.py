@@ -16,11 +16,11 @@ from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import ModelDescription, describe_model
 from frontend.lora import LoRARequest
-from frontend.pooling import prepare_pooling, submit_pooling
+from frontend.pooling import prepare_chats, prepare_pooling, submit_pooling
 from frontend.receipts import Answer
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
-from frontend.results.pooling_outputs import PoolingRequestOutput
+from frontend.results.pooling_outputs import EmbeddingRequestOutput, PoolingRequestOutput, embedding_of
 from frontend.results.state import Output, State
 from frontend.session import EngineHandle, Message
 from frontend.text.prompt_forms import PromptInput
@@ -260,6 +260,30 @@ class AsyncLLM(AbsentMethods):
             return submit_pooling(self._engine, prepared, name)
 
         return self._serve(begin, request_id)
+
+    async def embed_chats(
+        self,
+        messages: list[Message],
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **arguments: Any,
+    ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
+        """Yield the embedding of one conversation, perhaps with images, once. arguments: those of LLM.embed_chats().
+
+        Errors, raised by the iterator: those of generate().
+        """
+
+        async def begin(name: str) -> State[PoolingRequestOutput]:
+            prepare = partial(prepare_chats, lora=lora_request, **arguments)
+            # on a thread: a template is rendered, and images are read
+            (prepared,) = await asyncio.to_thread(prepare, self._engine, [messages], pooling_params)
+            return submit_pooling(self._engine, prepared, name)
+
+        async with contextlib.aclosing(self._serve(begin, request_id)) as outputs:
+            async for output in outputs:
+                yield embedding_of(output)
 
     async def pins(self, tenant: str = "") -> PinList:
         """Return a tenant's pins, as LLM.pins() does."""

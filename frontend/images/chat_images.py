@@ -67,7 +67,7 @@ def has_images(messages: Any) -> bool:
 
 
 def _image_parts(messages: Any) -> Iterator[dict[str, Any]]:
-    for message in messages:
+    for message in messages if isinstance(messages, (list, tuple)) else ():
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, (list, tuple)):
             yield from filter(_is_image, content)

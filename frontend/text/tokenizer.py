@@ -49,9 +49,12 @@ class TextPrompts(NamedTuple):
 
     def before_chat(self, messages: list[dict[str, Any]], name: str | None) -> list[dict[str, Any]]:
         """Return a chat with the named instruction as a system message before the others, as sentence-transformers has
-        it; the default one is for a chat that does not begin with a system message. name, errors: as in before().
+        it; the default one is for a chat that does not begin with a system message. What is no chat is returned as it
+        is: read_messages() refuses it. name, errors: as in before().
         """
-        first = messages[0] if messages else None
+        if not isinstance(messages, (list, tuple)) or not messages:
+            return messages
+        first = messages[0]
         if name is None and isinstance(first, Mapping) and first.get("role") == "system":
             return messages
         instruction = self.named(name)

@@ -73,6 +73,7 @@ def test_embed_encode_and_score(llm: LLM) -> None:
         (lambda llm: llm.embed([list(range(65))]), "at most 64 fit"),
         (lambda llm: llm.encode([[3], [4]], [PoolingParams()]), "2 prompts need one pooling_params each"),
         (lambda llm: llm.encode([[3]], "embed"), "1 prompt needs one pooling_params each|must be PoolingParams"),
+        (lambda llm: llm.embed_chats([[{"role": "user", "content": "a"}], 5]), "this engine has no tokenizer"),
         (lambda llm: llm.score("a", 3), "a str or a list of str"),
         (lambda llm: PoolingParams(task="rank"), "task must be one of"),
         (lambda llm: PoolingParams(dimensions=0), "at least 1"),

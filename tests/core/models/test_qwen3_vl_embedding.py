@@ -1,5 +1,6 @@
 """Qwen3-VL-Embedding and -Reranker: vectors and scores of texts and images are those of transformers."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_core import LLM, InvalidRequestError, ModelFileError, PoolingParams, UnsupportedParameterError
+from engine_core import (
+    LLM,
+    AsyncLLM,
+    InvalidRequestError,
+    ModelFileError,
+    PoolingParams,
+    RequestFailedError,
+    UnsupportedParameterError,
+)
+from ipc.wire.messages import PauseMode
 from tests.core.models.grid_checkpoints import tiny_model
 from tests.core.models.idefics3_checkpoint import noise
 from tests.core.models.qwen3_vl_embedding_checkpoint import (
@@ -110,6 +120,40 @@ def test_the_files_say_how_chats_are_written(llm: LLM, form: str) -> None:
         llm.embed_chats(chat_of(CASES[0]), use_tqdm=False, prompt_name="document")
 
 
+def test_chats_of_an_event_loop(tmp_path: Path) -> None:
+    """The vectors of AsyncLLM.embed_chats() are LLM's: together, with its arguments, and after an abort."""
+    options: dict[str, Any] = {"add_generation_prompt": True, "prompt_name": ""}
+    short = PoolingParams(dimensions=16)
+
+    async def run() -> None:
+        async with AsyncLLM(str(write_checkpoint(tmp_path)), **OPTIONS, runner="pooling") as llm:
+
+            async def vector(content: list[Any], *given: Any) -> Any:
+                (output,) = [one async for one in llm.embed_chats(chat_of(content, USUAL), *given, **options)]
+                return output
+
+            outputs = await asyncio.gather(*map(vector, CASES))
+            for content, output in zip(CASES, outputs, strict=True):
+                check(output, *their_vector(content))
+            cut = await vector(CASES[0], short)
+            np.testing.assert_allclose(
+                cut.outputs.embedding, unit(np.array(outputs[0].outputs.embedding[:16])), atol=1e-5
+            )
+            chats: list[Any] = ["a text", [], [chat_of(CASES[0])], 5]
+            for wrong in chats:
+                with pytest.raises(InvalidRequestError, match=r"messages.* must be a (list|dict)"):
+                    await anext(llm.embed_chats(wrong))
+            llm.client.pause(PauseMode.ALL)
+            waiting = asyncio.ensure_future(anext(llm.embed_chats(chat_of(CASES[1]), request_id="mine")))
+            while not (await llm.statistics()).num_waiting:
+                await asyncio.sleep(0.001)
+            await llm.abort("mine")
+            with pytest.raises(RequestFailedError, match="aborted"):
+                await waiting
+
+    asyncio.run(run())
+
+
 def test_a_token_at_the_end_of_texts(tmp_path: Path) -> None:
     """The template does not write what the tokenizer's post-processor adds."""
     end = "<|im_end|>"
@@ -127,6 +171,10 @@ def test_what_is_refused(llm: LLM) -> None:
     ):
         with pytest.raises(InvalidRequestError, match=text):
             llm.embed_chats(chat_of(parts), use_tqdm=False)
+    chats: list[Any] = [[[]], [chat_of(CASES[0]), 5], [chat_of(CASES[0]), "a text"]]
+    for wrong in chats:
+        with pytest.raises(InvalidRequestError, match="messages must be a list of"):
+            llm.embed_chats(wrong, use_tqdm=False)
     with pytest.raises(UnsupportedParameterError, match="truncate_prompt_tokens cannot be used"):
         llm.embed_chats(chat_of(CASES[1]), False, PoolingParams(truncate_prompt_tokens=5))
 
