@@ -76,8 +76,7 @@ class App:
             elif isinstance(answer, WrittenAnswer):
                 await answer.write()
         finally:
-            if request.on_end is not None:
-                request.on_end()
+            request.end()
 
     def _note(self, request: Request, answer: Response | Reply) -> None:
         """Count and log a request that has ended."""

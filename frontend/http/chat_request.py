@@ -81,9 +81,14 @@ async def prepare_chat(
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
 
-    is_long = has_images(body.messages) or service.brings_template(body.chat_template)
+    have_images = has_images(body.messages)
+    if have_images:
+        service.check_held(request)
     async with with_fetched(service, request, [body]):
-        return await service.run(request, prepare, is_long=is_long)
+        is_long = have_images or service.brings_template(body.chat_template)
+        prepared = await service.run(request, prepare, is_long=is_long)
+        service.hold(request, prepared.requests)  # before it waits for anything, as others are read meanwhile
+        return prepared
 
 
 @contextlib.asynccontextmanager

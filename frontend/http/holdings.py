@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from frontend.http.errors import HttpError, retry_after
+from frontend.text.prompts import Prompt
 from ipc.params.sampling_params import SamplingParams
 
 #: Bytes for all unfinished answers. A single one may take more, and then runs alone.
@@ -24,19 +25,32 @@ class Holdings:
     def __init__(self) -> None:
         self._num_bytes = 0
 
-    def take(self, num_bytes: int, own: int = 0) -> Callable[[], None]:
-        """Take memory for an answer; return a function that gives it back. own: what was taken for it before.
-
-        Errors: HttpError 503 while there is too little.
-        """
+    def check(self, num_bytes: int, own: int = 0) -> None:
+        """Check that there is memory for an answer. own: what was taken for it before. Errors: HttpError 503."""
         if self._num_bytes > own and self._num_bytes + num_bytes > MAX_BYTES:
             raise HttpError(503, "unfinished answers take all the memory", headers=retry_after(1000))
+
+    def take(self, num_bytes: int, own: int = 0) -> Callable[[], None]:
+        """Take memory for an answer; return a function that gives it back. own, errors: as in check()."""
+        self.check(num_bytes, own)
         self._num_bytes += num_bytes
 
         def give_back() -> None:
             self._num_bytes -= num_bytes
 
         return give_back
+
+
+class Held(NamedTuple):
+    """What was taken for the images and embeddings of a request's prompts."""
+
+    num_bytes: int
+    give_back: Callable[[], None]
+
+
+def features_bytes(prompts: Iterable[Prompt]) -> int:
+    """Return the bytes of all images of these prompts, as squares, and of their embeddings."""
+    return sum(len(one.feature.data) for prompt in prompts for one in prompt.features)
 
 
 def vectors_bytes(num_texts: int, num_tokens: int, num_numbers: int) -> int:

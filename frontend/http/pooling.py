@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from frontend.http.errors import PEER_LEFT, HttpError
-from frontend.http.holdings import MAX_BYTES, vectors_bytes
+from frontend.http.holdings import MAX_BYTES, features_bytes, vectors_bytes
 from frontend.http.request import Request
 from frontend.http.service import SUBMITTED_EACH_TURN, Service, tenant_of
 from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
@@ -104,9 +104,11 @@ async def prepare(
     for some, have_images in _turns(prompts):
         if request.exchange.has_left:
             raise HttpError(499, PEER_LEFT)
+        if have_images:
+            service.holdings.check(1, own=num_bytes)
         made = await service.run(request, partial(read, some), is_long=have_images)
         prepared += made
-        size = square_bytes(made)
+        size = features_bytes(one.prompt for one in made)
         if size:
             held.callback(service.holdings.take(size, own=num_bytes))
         num_bytes += size
@@ -122,7 +124,7 @@ async def answer(
     """Return the engine's answers to prepared requests, whose squares are counted. Errors: those of pool()."""
     num_tokens = sum(len(one.prompt.token_ids) for one in prepared)
     num_bytes = _answer_bytes(service, prepared, task, num_tokens)
-    give_back = service.holdings.take(num_bytes, own=square_bytes(prepared))
+    give_back = service.holdings.take(num_bytes, own=features_bytes(one.prompt for one in prepared))
     try:
         if request.lease is not None:
             request.lease.reserve(num_tokens)
@@ -159,11 +161,6 @@ def _turns(prompts: Sequence[PromptInput]) -> Iterator[tuple[list[PromptInput], 
             yield from (([one], True) for one in some)
         else:
             yield list(some), False
-
-
-def square_bytes(prepared: Sequence[PreparedPooling]) -> int:
-    """Return the bytes of all images of the prompts, as squares."""
-    return sum(len(one.feature.data) for each in prepared for one in each.prompt.features)
 
 
 def receipts_of(service: Service, outputs: Sequence[PoolingRequestOutput], receipt: bool | None) -> dict[str, object]:

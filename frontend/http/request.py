@@ -13,6 +13,7 @@ from frontend.http.callers.keys import Key
 from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.callers.quotas import Lease
 from frontend.http.errors import Headers, HttpError
+from frontend.http.holdings import Held
 from frontend.http.route import Route
 from frontend.http.whole_numbers import convert, is_of_a_float
 from frontend.http.wire.exchange import Exchange, Message
@@ -141,6 +142,7 @@ class Request:
         self.wants_receipts = False  # docs/receipts.md; known once its prompts are prepared
         self.service: Answering | None = None  # of the model, once it is known
         self.on_end: Callable[[], None] | None = None  # called once its answer has ended
+        self.held: Held | None = None  # for its prompts, until these are submitted
         self.target = ""
         self.route = ""  # path of the row of the routing table
         self.meter: HttpMeter | None = None
@@ -159,6 +161,15 @@ class Request:
         made = cls(method, path, raw_path, query, dict(fields), exchange, num_hosts=num_hosts, client=client)
         made.key = scope["state"].get("key")
         return made
+
+    def end(self) -> None:
+        """Give back what it holds: its model, and the memory of prompts that were not submitted."""
+        told, self.on_end = self.on_end, None
+        held, self.held = self.held, None
+        if held is not None:
+            held.give_back()
+        if told is not None:
+            told()
 
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:
         """Return the body as the decoder's type. Errors: HttpError 400 that names the field."""

@@ -13,7 +13,7 @@ from frontend.engine.signs import trouble
 from frontend.http.bodies import SamplingFields
 from frontend.http.callers.spans import Spans
 from frontend.http.errors import HttpError, retry_after
-from frontend.http.holdings import cost_of, sum_of
+from frontend.http.holdings import Held, cost_of, features_bytes, sum_of
 from frontend.http.pages.recent_statistics import RecentStatistics
 from frontend.http.pins import pins_of
 from frontend.http.process.options import HttpOptions
@@ -290,6 +290,24 @@ class Service:
         if request.lease is not None:
             request.lease.check_tokens(num_more + (len(prompts) if is_cut else fewest))
 
+    def check_held(self, request: Request) -> None:
+        """Check that there is memory for images, before they are fetched and read. Errors: HttpError 503."""
+        self.holdings.check(1, own=0 if request.held is None else request.held.num_bytes)
+
+    def hold(self, request: Request, prepared: Sequence[PreparedRequest]) -> None:
+        """Take memory for the images of prompts as squares, and for embeddings, which the client keeps until the answer
+        ends.
+
+        It replaces what the request holds. Called again for the same prompts, it does nothing. Errors: HttpError 503.
+        """
+        before = request.held
+        num_bytes, own = features_bytes(one.prompt for one in prepared), 0 if before is None else before.num_bytes
+        if num_bytes == own:
+            return
+        request.held = Held(num_bytes, self.holdings.take(num_bytes, own=own))
+        if before is not None:
+            before.give_back()
+
     async def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
         """Submit the requests of one reply, some in each turn of the event loop, and feed the reply.
 
@@ -299,7 +317,7 @@ class Service:
         receipts = Receipts(self.engine.client, self.receipt_key, prepared) if request.wants_receipts else None
         first = prepared[0].params
         is_streamed, lease = first.output_kind == RequestOutputKind.DELTA, request.lease
-        give_back = self.holdings.take(self._answer_bytes(prepared, is_streamed=is_streamed))
+        give_back = self._take(request, prepared, is_streamed=is_streamed)
 
         def settle(num_tokens: int) -> None:
             give_back()
@@ -341,13 +359,26 @@ class Service:
             raise
         self.pump.add(reply, states)
 
-    def _answer_bytes(self, prepared: Sequence[PreparedRequest], *, is_streamed: bool) -> int:
+    def _take(self, request: Request, prepared: Sequence[PreparedRequest], *, is_streamed: bool) -> Callable[[], None]:
+        """Take memory for an answer; return what gives that back, and what the request held. Errors: HttpError."""
         vocab_size = self.engine.client.welcome.vocab_size
         sizes = ((len(one.prompt.token_ids), one.params) for one in prepared)
-        return sum_of(
+        num_bytes = sum_of(
             cost_of(size, params, self.max_model_len - size, vocab_size, is_streamed=is_streamed)
             for size, params in sizes
         )
+        self.hold(request, prepared)
+        held = request.held
+        give_back = self.holdings.take(num_bytes, own=0 if held is None else held.num_bytes)
+        if held is None:
+            return give_back
+        request.held = None  # from here on the answer's
+
+        def give_all_back() -> None:
+            give_back()
+            held.give_back()
+
+        return give_all_back
 
     def note(self, request: Request, answer: Response | Reply) -> None:
         """Count a request that has ended, and log it if enabled."""

@@ -60,10 +60,11 @@ async def begin(
     inner.lease, request.lease = request.lease, None
     inner.wants_receipts = request.wants_receipts
     inner.on_end, request.on_end = request.on_end, None  # the model stays until the response has ended
+    inner.held, request.held = request.held, None
     try:
         reply = await service.submit(inner, prepared.requests, answer)
     except BaseException:
-        _end(inner)
+        inner.end()
         await service.store.delete(kept.id, tenant_of(request))
         raise
     service.runs.by_id[run.kept.id] = run
@@ -159,19 +160,12 @@ class _Begun(NamedTuple):
     reply: Reply
 
 
-def _end(request: Request) -> None:
-    """Let the model of a request go."""
-    told, request.on_end = request.on_end, None
-    if told is not None:
-        told()
-
-
 def _follow(run: Run, begun: _Begun) -> ResponsesFormat:
     """Follow a reply to its end; return its format."""
     run.reply, run.computed = begun.reply, asyncio.Event()
 
     def on_closed() -> None:
-        _end(begun.request)
+        begun.request.end()
         run.computed.set()
 
     begun.reply.on_closed = on_closed
@@ -216,7 +210,7 @@ async def _begin_again(shared: Shared, run: Run, pause_s: float) -> ResponsesFor
         try:
             return _follow(run, await _submit(shared, run, request))
         except Exception as error:
-            _end(request)
+            request.end()
             length = 0 if request.service is None else request.service.max_model_len
             failure = http_error(error, max_model_len=length)
             if failure.status in (429, 503):
