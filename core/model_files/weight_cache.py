@@ -18,6 +18,7 @@ import mmap
 import os
 import stat
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -100,9 +101,9 @@ class WeightCache:
     def keep(self) -> threading.Thread | None:
         """Once the model is loaded, write its file in a thread, unless it has one. Return the thread.
 
-        If it has one, the thread moves the weights into huge pages, unless they are there. Afterwards only the arrays
-        that take() has returned keep the file mapped: the model's operations refer to this object for as long as the
-        engine runs, and sleep(2) or other weights must free the memory.
+        If it has one, the thread moves the weights into huge pages, unless they are there, as long as they are used.
+        From now on only the arrays that take() has returned keep the file mapped: the model's operations refer to this
+        object for as long as the engine runs, and sleep(2) or other weights must free the memory.
         """
         made, data = self._made, self._data
         self._made, self._entries, self._data = {}, {}, None
@@ -112,7 +113,7 @@ class WeightCache:
         if not self._misses and data is not None:
             if data.nbytes < _PAGE:
                 return None
-            work = partial(_move, data)
+            work = partial(_move, weakref.ref(data))
         thread = threading.Thread(target=work, name="weight-cache", daemon=True)
         thread.start()
         return thread
@@ -167,7 +168,7 @@ def _read(fd: int, library: CpuLibrary) -> tuple[dict[str, _Entry], UInt8s]:
     for advice in (mmap.MADV_HUGEPAGE, _POPULATE_READ):  # what must be read comes in huge pages, if the system can
         with contextlib.suppress(OSError):  # an older kernel; the pages come one by one then
             mapping.madvise(advice)
-    data = np.frombuffer(mapping, np.uint8)[begin:]
+    data = np.frombuffer(mapping, np.uint8, offset=begin)  # all entries refer to this array, which _move() relies on
     if digest_of(library, data) != digests[_DIGEST_BYTES:]:
         raise ValueError("its data is damaged")
     data.flags.writeable = False
@@ -180,13 +181,17 @@ def _come_last() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def _move(data: UInt8s) -> None:
-    """Move mapped weights into huge pages, after requests.
+def _move(data: weakref.ref[UInt8s]) -> None:
+    """Move mapped weights into huge pages, after requests, until they are dropped.
 
     Looks at the pages are brief and hold Python's lock, for which all threads would wait if this one had no core.
     """
-    if not is_in_huge_pages(data):
+    if not _is_moved(data()):
         move_to_huge_pages(data, _come_last)
+
+
+def _is_moved(data: UInt8s | None) -> bool:
+    return data is None or is_in_huge_pages(data)
 
 
 def _keep(path: Path, made: dict[str, Packed], library: CpuLibrary, max_bytes: int) -> None:

@@ -2,8 +2,10 @@
 
 import ctypes
 import mmap
+import weakref
 from collections.abc import Callable
 
+from kernels.arrays import UInt8s
 from kernels.elements import Numbers
 from kernels.rounding import round_up
 
@@ -50,20 +52,34 @@ def is_in_huge_pages(array: Numbers) -> bool:
     return 2 * 1024 * huge_kb >= array.nbytes
 
 
-def move_to_huge_pages(array: Numbers, before_the_rest: Callable[[], None] = lambda: None) -> None:
+def move_to_huge_pages(array: weakref.ref[UInt8s], before_the_rest: Callable[[], None] = lambda: None) -> None:
     """Replace the memory of bytes [n] that are only read by a copy in huge pages, piece by piece.
 
-    The addresses stay, and other threads may read the bytes: the system puts each piece in place of the old one in one
-    call (mremap). The ends that fill no huge page stay as they are. If the first piece is not in huge pages after
-    that, the system has none to spare, and the rest stays as it is. before_the_rest: called once it has shown some.
+    array: the one that owns the memory; nothing is moved any more once it is gone, which each piece looks for. The
+    addresses stay, and other threads may read the bytes: the system puts each piece in place of the old one in one call
+    (mremap). The ends that fill no huge page stay as they are. If the first piece is not in huge pages after that, the
+    system has none to spare, and the rest stays as it is. before_the_rest: called once it has shown some.
     """
-    first, last = round_up(array.ctypes.data, _HUGE), (array.ctypes.data + array.nbytes) // _HUGE * _HUGE
-    for begin in range(first, last, _PIECE):
-        size, at = min(_PIECE, last - begin), begin - array.ctypes.data
-        if not _replace(begin, size) or (begin == first and not is_in_huge_pages(array[at : at + size])):
-            return
-        if begin == first:
+    done = 0
+    while num_bytes := _move_piece(array(), done):
+        if not done:
             before_the_rest()
+        done += num_bytes
+
+
+def _move_piece(array: UInt8s | None, done: int) -> int:
+    """Move the piece after the first `done` bytes in whole huge pages; return its bytes, 0 if the move is over.
+
+    The array is there until this returns: without it, other data may be at its addresses.
+    """
+    if array is None:
+        return 0
+    begin = round_up(array.ctypes.data, _HUGE) + done
+    size = min(_PIECE, (array.ctypes.data + array.nbytes) // _HUGE * _HUGE - begin)
+    if size <= 0 or not _replace(begin, size):
+        return 0
+    at = begin - array.ctypes.data
+    return size if done or is_in_huge_pages(array[at : at + size]) else 0
 
 
 def _replace(address: int, size: int) -> bool:

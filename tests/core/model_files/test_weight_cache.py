@@ -290,10 +290,25 @@ def is_mapped(file: Path) -> bool:
     return str(file) in Path("/proc/self/maps").read_text()
 
 
+@pytest.mark.parametrize("moves", [True, False])
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_a_file_is_mapped_until_its_weights_are_dropped(sleeps: bool, folder: Path, tmp_path: Path) -> None:
-    """By sleep(2), or by an update. The executor still has the model's object, and that the cache's."""
-    model = write(tmp_path / "model", LLAMA, random_weights(model_shapes(LLAMA), 1))
+def test_a_file_is_mapped_until_its_weights_are_dropped(
+    sleeps: bool, moves: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sleep(2), or by an update. The executor still has the model's object, and that the cache's. moves: a thread is
+    moving the weights into huge pages, and has moved the first piece.
+    """
+    begun, is_over = threading.Event(), threading.Event()
+
+    def move(array: object, before_the_rest: object) -> None:
+        begun.set()
+        assert is_over.wait(60)
+
+    if moves:
+        monkeypatch.setattr(weight_cache, "is_in_huge_pages", lambda _: False)
+        monkeypatch.setattr(weight_cache, "move_to_huge_pages", move)
+    settings = {**LLAMA, "intermediate_size": 8192}  # more than a huge page
+    model = write(tmp_path / "model", settings, random_weights(model_shapes(settings), 1))
     config = config_of(model, None)
     tokens = run(config)[0]
     wait_until_kept()
@@ -303,7 +318,10 @@ def test_a_file_is_mapped_until_its_weights_are_dropped(sleeps: bool, folder: Pa
     class Changed(LocalExecutor):
         def initialize_cache(self, config: ResolvedConfig) -> None:
             super().initialize_cache(config)
-            wait_until_kept()
+            if moves:
+                assert begun.wait(60)
+            else:
+                wait_until_kept()
             assert is_mapped(file)
             if sleeps:
                 self.sleep(2)
@@ -312,8 +330,13 @@ def test_a_file_is_mapped_until_its_weights_are_dropped(sleeps: bool, folder: Pa
             if sleeps:
                 self.wake_up()
             assert not is_mapped(file)
+            is_over.set()
 
-    assert run(config, make=Changed)[0] == tokens
+    try:
+        assert run(config, make=Changed)[0] == tokens
+    finally:
+        is_over.set()
+        wait_until_kept()
 
 
 def test_a_gguf_file_is_known_by_another_name(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import tempfile
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ def test_a_mapped_file_is_replaced_while_others_read_it(monkeypatch: pytest.Monk
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    move_to_huge_pages(array)
+    move_to_huge_pages(weakref.ref(array))
     is_over.set()
     for reader in readers:
         reader.join()
@@ -58,6 +59,20 @@ def test_without_memory_the_rest_stays(failing: str, monkeypatch: pytest.MonkeyP
     else:
         monkeypatch.setattr(huge_pages, "_replace", lambda *where: done.append(where[1]) or replace(*where))
         monkeypatch.setattr(huge_pages, "is_in_huge_pages", lambda _: False)
-    move_to_huge_pages(array)
+    move_to_huge_pages(weakref.ref(array))
     assert done == [16 << 20]
     assert np.array_equal(array, data)
+
+
+def test_an_array_that_is_dropped_is_not_moved_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two pieces nothing keeps it."""
+    monkeypatch.setattr(huge_pages, "is_in_huge_pages", lambda _: True)
+    arrays, found = [mapped(np.zeros(SIZE, np.uint8))], list[object]()
+    array = weakref.ref(arrays[0])
+
+    def drop() -> None:
+        arrays.clear()
+        found.append(array())
+
+    move_to_huge_pages(array, drop)
+    assert found == [None]
