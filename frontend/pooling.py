@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -205,22 +205,22 @@ def pair_prompt(
 ) -> PromptInput:
     """Return the prompt of a reranker for a pair of texts.
 
-    template: a format string with {query} and {document}. None = what the chat template makes of messages of the roles
-    "query" and "document", if it names these; otherwise the pair as the tokenizer's post-processor joins two texts.
-    instruction: for a chat template, a message of the role "system" before them. Errors: InvalidRequestError.
+    template: a format string with {query} and {document}. None = what the chat template of _pair_template() makes of
+    messages of the roles "query" and "document"; without one, the pair as the tokenizer's post-processor joins two
+    texts. instruction: for a chat template, a message of the role "system" before them. Errors: InvalidRequestError.
     """
     if instruction is not None and not isinstance(instruction, str):
         raise InvalidRequestError(f"instruction must be a str, got {type(instruction).__name__}")
     tokenizer, source = engine.tokenizer, None
-    if template is None and tokenizer is not None and tokenizer.chat_template is not None:
-        source = tokenizer.chat_template if reads_pairs(tokenizer.chat_template) else None
+    if template is None and tokenizer is not None:
+        source = _pair_template(tokenizer.chat_templates)
     if instruction and source is None:
         raise InvalidRequestError(
             'instruction needs a chat template that names the roles "query" and "document": give one with '
             "--chat-template FILE, or write the instruction into template"
         )
     if source is not None and tokenizer is not None:
-        roles = {"system": instruction, "query": pair[0], "document": pair[1]}
+        roles = {"system": instruction or None, "query": pair[0], "document": pair[1]}
         messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
         text = render_chat(source, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
         return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
@@ -232,3 +232,26 @@ def pair_prompt(
         raise InvalidRequestError("this engine has no tokenizer: score() needs texts, use classify() with token ids")
     ids, second_from = engine.tokenizer.encode_pair(*pair)
     return {"prompt_token_ids": ids, "second_from": second_from}
+
+
+def _pair_template(templates: Mapping[str, str]) -> str | None:
+    """Return the chat template that names the roles "query" and "document"; None = there is none.
+
+    templates: by name. It is the default one, otherwise the one with a name, as Qwen3-VL-Reranker's files have it.
+    Errors: InvalidRequestError for several with other names than "reranker", and a default one that is no template.
+    """
+    if (usual := templates.get("default")) is not None and reads_pairs(usual):
+        return usual
+    found = {name: text for name, text in templates.items() if name != "default" and _may_read_pairs(text)}
+    if len(found) > 1 and "reranker" not in found:
+        names = ", ".join(found)
+        raise InvalidRequestError(f"several chat templates read pairs ({names}): give one with --chat-template FILE")
+    return found.get("reranker") or next(iter(found.values()), None)
+
+
+def _may_read_pairs(template: str) -> bool:
+    """Return whether it names the roles of pairs; one that is no template is not used, and so is no error."""
+    try:
+        return reads_pairs(template)
+    except InvalidRequestError:
+        return False

@@ -15,6 +15,7 @@ from core.executors.fake import checksum, fake_vector
 from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
 from frontend.pooling import pair_prompt
 from frontend.results.pooling_outputs import PoolingOutput, PoolingRequestOutput, cosine_score
+from frontend.text.chat_template import render_chat
 from frontend.text.tokenizer import Tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 from ipc.tables.arrays import Floats
@@ -165,6 +166,48 @@ def test_a_reranker_reads_what_its_template_makes_of_a_pair(tmp_path: Path) -> N
         assert plain.prompt_token_ids == tokenizer.encode(f"{QUERY} {DOCUMENT}")
         with pytest.raises(InvalidRequestError, match="instruction must be a str, got int"):
             llm.score(QUERY, DOCUMENT, use_tqdm=False, instruction=3)  # type: ignore[arg-type]
+
+
+VL_RERANKER = RERANKER.with_name("qwen3_vl_reranker.jinja")
+#: Qwen3-VL-Reranker's, which has other spaces and lines.
+VL_CARD = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}'
+    f"<Query>:{QUERY}\n<Document>:{DOCUMENT}<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.checkout
+@pytest.mark.parametrize("name", ["default", "reranker", "pairs"])
+def test_a_template_for_pairs_is_chosen_by_what_it_reads(name: str) -> None:
+    """Next to a template of chats, and one that is none. The files of Qwen3-VL-Reranker have it under a name."""
+    tokenizer = Tokenizer.from_files(read_tokenizer_files(resolve_model(None)))
+    assert tokenizer.chat_template is not None
+    tokenizer.chat_templates |= {"broken": "{% for", name: VL_RERANKER.read_text()}
+    handle: Any = SimpleNamespace(tokenizer=tokenizer)
+    usual = "Given a search query, retrieve relevant candidates that answer the query."
+    for given, said in ((None, usual), ("", usual), ("Find animals.", "Find animals.")):
+        prompt: Any = pair_prompt(handle, (QUERY, DOCUMENT), None, given)
+        expected = tokenizer.encode(VL_CARD.format(instruction=said), add_special_tokens=False)
+        assert prompt == {"prompt_token_ids": expected}
+    tokenizer.chat_templates["others"] = "{{ 'query' }}" + VL_RERANKER.read_text()
+    if name == "pairs":
+        with pytest.raises(InvalidRequestError, match=r"several chat templates read pairs \(pairs, others\)"):
+            pair_prompt(handle, (QUERY, DOCUMENT), None)
+    else:
+        assert pair_prompt(handle, (QUERY, DOCUMENT), None, said) == prompt
+
+
+@pytest.mark.checkout
+def test_images_of_pairs_are_where_the_models_are() -> None:
+    """Of the template that is an example: parts one after the other, and without a prompt for the answer if asked."""
+    messages = [
+        {"role": "query", "content": [{"type": "image"}, {"type": "text", "text": "A cat"}]},
+        {"role": "document", "content": [{"type": "text", "text": "here: "}, {"type": "image"}]},
+    ]
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = render_chat(VL_RERANKER.read_text(), messages, image_mark=mark, add_generation_prompt=False)
+    assert text.endswith(f"<Query>:{mark}A cat\n<Document>:here: {mark}<|im_end|>\n")
 
 
 def test_an_instruction_that_nothing_reads_is_refused(llm: LLM) -> None:
