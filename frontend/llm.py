@@ -14,7 +14,7 @@ from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
 from frontend.lora import LoRAInput
 from frontend.offline_run import run_all, without_too_long
-from frontend.pooling import pair_prompt, prepare_chats, prepare_pooling, scored_pairs
+from frontend.pooling import ScoredSide, pair_prompt, prepare_chats, prepare_pooling, scored_pairs, texts_to_embed
 from frontend.receipts import Answer
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
@@ -128,33 +128,44 @@ class PoolingCalls:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: ScoredSide | Sequence[ScoredSide],
+        data_2: ScoredSide | Sequence[ScoredSide],
         use_tqdm: bool | Callable[..., Any] = True,
         pooling_params: PoolingParams | None = None,
         *,
         template: str | None = None,
         instruction: str | None = None,
+        lora_request: LoRAInput = None,
         **arguments: Any,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit: one with each of the others, or each with the one at its position.
 
         A classifier with one label (a reranker) reads a pair as one prompt: by template, a text with {query} and
-        {document}; by its chat template, if that names these roles, with an instruction; or joined by its tokenizer. A
-        model that embeds gives the cosine of two embeddings. arguments: further ones of encode(). Errors: those of
-        encode(); InvalidRequestError for a classifier with several labels.
+        {document}; by its chat template, if one names these roles, with an instruction; or joined by its tokenizer. In
+        a chat template a side may be {"content": [...]}, the parts of a message, with images. A model that embeds gives
+        the cosine of two embeddings. arguments: further ones of encode(). Errors: those of encode();
+        InvalidRequestError for a classifier with several labels.
         """
         pairs, tasks = scored_pairs(data_1, data_2), self._engine.client.welcome.tasks
         if "embed" in tasks:
-            if instruction:
-                raise InvalidRequestError("instruction is for rerankers: put it before the texts that are embedded")
-            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            texts = texts_to_embed(pairs, instruction)
+            arguments["lora_request"] = lora_request
             found = dict(zip(texts, self.encode(texts, pooling_params, use_tqdm, **arguments), strict=True))
-            return [cosine_score(found[one], found[other]) for one, other in pairs]
+            return [cosine_score(found[str(one)], found[str(other)]) for one, other in pairs]
         if tasks.get("classify", 1) != 1:
             raise InvalidRequestError(f"score() needs a classifier with one label; this one has {tasks['classify']}")
         prompts = [pair_prompt(self._engine, pair, template, instruction) for pair in pairs]
-        outputs = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", **arguments)
+        special = template is not None  # otherwise a pair has them, in ids or by a chat template
+        prepared = prepare_pooling(
+            self._engine,
+            prompts,
+            pooling_params,
+            "classify",
+            add_special_tokens=special,
+            lora=lora_request,
+            **arguments,
+        )
+        outputs: list[PoolingRequestOutput] = run_all(self._engine, prepared, use_tqdm)
         return [score_of(output) for output in outputs]
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,9 +15,14 @@ from frontend.session import EngineHandle, Message
 from frontend.text.chat_template import reads_pairs, render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, no_images, read_prompts, text_of
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
 from ipc.params.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
 from ipc.wire.lora_messages import AdapterId
+
+#: One side of a pair to score: a text, or {"content": [...]} with the parts of a message. And a pair.
+ScoredSide = str | Mapping[str, Any]
+ScoredPair = tuple[ScoredSide, ScoredSide]
 
 
 class PreparedPooling(NamedTuple):
@@ -180,12 +185,12 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
     return PoolingState(name, number, prompt, params, adapter=adapter)
 
 
-def scored_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
-    """Return the pairs of texts that score() compares: one with each, or each with the one at its position.
+def scored_pairs(data_1: object, data_2: object) -> list[ScoredPair]:
+    """Return the pairs that score() compares: one with each, or each with the one at its position.
 
     Errors: InvalidRequestError.
     """
-    first, second = _texts(data_1), _texts(data_2)
+    first, second = _sides(data_1), _sides(data_2)
     if len(first) == 1:
         first = first * len(second)
     if len(first) != len(second):
@@ -193,17 +198,31 @@ def scored_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
     return list(zip(first, second, strict=True))
 
 
-def _texts(side: object) -> list[str]:
-    texts = [side] if isinstance(side, str) else list(side) if isinstance(side, Sequence) else []
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequestError("score() takes a str or a list of str on either side")
-    return texts
+def _sides(given: object) -> list[ScoredSide]:
+    sides = [given] if isinstance(given, (str, Mapping)) else list(given) if isinstance(given, Sequence) else []
+    for side in sides or [None]:
+        if not isinstance(side, str) and not (isinstance(side, Mapping) and isinstance(side.get("content"), list)):
+            raise InvalidRequestError(
+                "score() takes a str or a list of str on either side; for a reranker that reads images also "
+                '{"content": [...]}, with the parts of a message'
+            )
+    return sides
+
+
+def texts_to_embed(pairs: Sequence[ScoredPair], instruction: str | None) -> list[str]:
+    """Return the different texts of pairs, in order. Errors: InvalidRequestError for what is only for rerankers."""
+    if instruction:
+        raise InvalidRequestError("instruction is for rerankers: put it before the texts that are embedded")
+    texts = [side for pair in pairs for side in pair if isinstance(side, str)]
+    if len(texts) < 2 * len(pairs):
+        raise InvalidRequestError('score() takes {"content": ...} for rerankers only: call embed_chats()')
+    return list(dict.fromkeys(texts))
 
 
 def pair_prompt(
-    engine: EngineHandle, pair: tuple[str, str], template: str | None, instruction: str | None = None
+    engine: EngineHandle, pair: ScoredPair, template: str | None, instruction: str | None = None
 ) -> PromptInput:
-    """Return the prompt of a reranker for a pair of texts.
+    """Return the prompt of a reranker for a pair: an ImagePrompt if it has images, otherwise with all special tokens.
 
     template: a format string with {query} and {document}. None = what the chat template of _pair_template() makes of
     messages of the roles "query" and "document"; without one, the pair as the tokenizer's post-processor joins two
@@ -219,19 +238,36 @@ def pair_prompt(
             'instruction needs a chat template that names the roles "query" and "document": give one with '
             "--chat-template FILE, or write the instruction into template"
         )
+    query, document = (side if isinstance(side, str) else side["content"] for side in pair)
     if source is not None and tokenizer is not None:
-        roles = {"system": instruction or None, "query": pair[0], "document": pair[1]}
-        messages = [{"role": role, "content": text} for role, text in roles.items() if text is not None]
-        text = render_chat(source, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-        return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+        roles = {"system": instruction or None, "query": query, "document": document}
+        messages = [{"role": role, "content": content} for role, content in roles.items() if content is not None]
+        return _rendered_pair(engine, tokenizer, source, messages)
+    if not isinstance(query, str) or not isinstance(document, str):
+        raise InvalidRequestError('a pair with {"content": ...} needs a chat template that names the roles of pairs')
     if template is not None:
         if "{query}" not in template or "{document}" not in template:
             raise InvalidRequestError("a template for score() must have {query} and {document}")
-        return template.replace("{query}", pair[0]).replace("{document}", pair[1])
+        return template.replace("{query}", query).replace("{document}", document)
     if engine.tokenizer is None:
         raise InvalidRequestError("this engine has no tokenizer: score() needs texts, use classify() with token ids")
-    ids, second_from = engine.tokenizer.encode_pair(*pair)
+    ids, second_from = engine.tokenizer.encode_pair(query, document)
     return {"prompt_token_ids": ids, "second_from": second_from}
+
+
+def _rendered_pair(
+    engine: EngineHandle, tokenizer: Tokenizer, source: str, messages: list[dict[str, Any]]
+) -> PromptInput:
+    """Return the prompt that a chat template makes of a pair. Errors: InvalidRequestError; those of render_chats()."""
+    if has_images(messages):
+        if engine.images is None:
+            raise no_images("the pair")
+        (prompt,) = engine.render_chats(
+            [messages], chat_template=source, add_generation_prompt=True, tools=None, kwargs=None
+        )
+        return prompt
+    text = render_chat(source, messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
 def _pair_template(templates: Mapping[str, str]) -> str | None:

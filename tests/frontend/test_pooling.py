@@ -214,5 +214,7 @@ def test_an_instruction_that_nothing_reads_is_refused(llm: LLM) -> None:
     handle: Any = SimpleNamespace(tokenizer=Tokenizer.from_files(read_tokenizer_files(resolve_model(None))))
     with pytest.raises(InvalidRequestError, match='a chat template that names the roles "query" and "document"'):
         pair_prompt(handle, (QUERY, DOCUMENT), None, "Find animals.")
+    with pytest.raises(InvalidRequestError, match="for rerankers only: call embed_chats"):
+        llm.score("a", [{"content": [{"type": "text", "text": "b"}]}], use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="put it before the texts that are embedded"):
         llm.score(QUERY, DOCUMENT, use_tqdm=False, instruction="Find animals.")

@@ -72,7 +72,7 @@ async def create_score(service: Service, request: Request) -> Response:
     """Score pairs of texts."""
     body = request.decode(_score_decoder)
     name = service.check_model(request, body.model)
-    scores, outputs = await _scores(service, request, body, scored_pairs(body.text_1, body.text_2))
+    scores, outputs = await _scores(service, request, body, _pairs(body.text_1, body.text_2))
     data = [{"index": index, "object": "score", "score": one.outputs.score} for index, one in enumerate(scores)]
     fields = {**list_head("score", name), "data": data, "usage": _usage(scores)}
     return await _answer(service, request, body, fields, outputs)
@@ -87,7 +87,7 @@ async def rerank(service: Service, request: Request) -> Response:
         raise HttpError(400, "documents must be texts, or objects with a text", param="documents")
     if body.top_n is not None and body.top_n < 0:
         raise HttpError(400, f"top_n must be at least 0, got {body.top_n}", param="top_n")
-    scores, outputs = await _scores(service, request, body, scored_pairs(body.query, texts))
+    scores, outputs = await _scores(service, request, body, _pairs(body.query, texts))
     order = sorted(range(len(texts)), key=lambda index: (-scores[index].outputs.score, index))
     results = [
         {"index": index, "relevance_score": scores[index].outputs.score}
@@ -109,6 +109,11 @@ async def _answer(
         return json_bytes({**fields, **receipts_of(service, outputs, body.receipt)})
 
     return Response(await service.run(request, work, is_long=bool(body.receipt)))
+
+
+def _pairs(first: object, second: object) -> list[tuple[str, str]]:
+    """Return the pairs of texts to score. Errors: InvalidRequestError."""
+    return [(str(one), str(other)) for one, other in scored_pairs(first, second)]
 
 
 async def _scores(

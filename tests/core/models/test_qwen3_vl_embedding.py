@@ -39,6 +39,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 
 IMAGES = [noise(40, 60, 1), noise(33, 25, 2), noise(64, 20, 3), noise(9, 50, 4), noise(7, 7, 5)]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 24, "max_model_len": 700, "threads": 1}
+USUAL_OF_PAIRS = "Given a search query, retrieve relevant candidates that answer the query."
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
 #: The content of the user's message: texts and images in order.
 CASES: list[list[Any]] = [
     ["A woman playing with her dog on a beach at sunset."],
@@ -68,6 +73,13 @@ def chat_of(content: list[Any], instruction: str | None = None) -> list[dict[str
     ]
     system = [] if instruction is None else [{"role": "system", "content": instruction}]
     return [*system, {"role": "user", "content": parts}]
+
+
+def side_of(content: list[Any]) -> Any:
+    """One side of a pair: a text as such, others as the parts of a message."""
+    return (
+        content[0] if content[1:] == [] and isinstance(content[0], str) else {"content": chat_of(content)[0]["content"]}
+    )
 
 
 def images_of(content: list[Any]) -> list[Any]:
@@ -203,6 +215,39 @@ def test_scores_of_a_reranker(tied: bool, tmp_path: Path) -> None:
             (output,) = llm.classify(given, use_tqdm=False)  # type: ignore[arg-type]
             logit = float(their_state(output.prompt_token_ids, images_of(content)) @ weight)
             np.testing.assert_allclose(output.outputs.probs, [1 / (1 + np.exp(-logit))], atol=1e-5)
+
+
+@pytest.mark.checkout
+def test_scores_of_pairs_with_images(tmp_path: Path) -> None:
+    """By the template for pairs that the model's files have under a name. Texts and images, on either side."""
+    write_checkpoint(tmp_path, form="plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    template = Path(__file__).parents[3] / "examples" / "qwen3_vl_reranker.jinja"
+    (tmp_path / "additional_chat_templates" / "reranker.jinja").write_text(template.read_text())
+    head = tiny_model(FAMILY).lm_head.weight
+    queries: list[list[Any]] = [["a dog"], [IMAGES[2], "this"]]
+    with LLM(str(tmp_path), **OPTIONS, classifier_from_token="n,y") as llm:
+        no, yes = (llm.get_tokenizer().convert_tokens_to_ids(name) for name in "ny")
+        weight = (head[yes] - head[no]).detach().numpy()
+        for query, instruction in zip(queries, ("Find.", USUAL_OF_PAIRS), strict=True):
+            sides = [side_of(content) for content in (query, *CASES)]
+            given = None if instruction == USUAL_OF_PAIRS else instruction
+            outputs = llm.score(sides[0], sides[1:], use_tqdm=False, instruction=given)
+            for content, output in zip(CASES, outputs, strict=True):
+                one, other = ("".join(MARK if not isinstance(x, str) else x for x in y) for y in (query, content))
+                text = f"<Instruct>: {instruction}<Query>:{one}\n<Document>:{other}"
+                images = images_of([*query, *content])
+                prompt = {"prompt": prompt_of(text, JUDGE), "multi_modal_data": {"image": images}}
+                (same,) = llm.classify(prompt if images else prompt["prompt"], use_tqdm=False)  # type: ignore[arg-type]
+                assert output.prompt_token_ids == same.prompt_token_ids
+                logit = float(their_state(output.prompt_token_ids, images) @ weight)
+                np.testing.assert_allclose(output.outputs.score, 1 / (1 + np.exp(-logit)), atol=1e-5)
+        wrong: Any
+        for wrong, why in (({"text": "a"}, "score.. takes a str"), (side_of([b"GIF"]), "cannot be read")):
+            with pytest.raises(InvalidRequestError, match=why):
+                llm.score("a dog", wrong, use_tqdm=False)
+        with pytest.raises(InvalidRequestError, match="needs a chat template that names the roles"):
+            llm.score("a dog", side_of(CASES[1]), use_tqdm=False, template="{query} {document}")
 
 
 def test_a_wrong_argument_of_the_chat_template(tmp_path: Path) -> None:
