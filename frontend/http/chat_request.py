@@ -87,7 +87,7 @@ async def prepare_chat(
     async with with_fetched(service, request, [body]):
         is_long = have_images or service.brings_template(body.chat_template)
         prepared = await service.run(request, prepare, is_long=is_long)
-        service.hold(request, prepared.requests)  # before it waits for anything, as others are read meanwhile
+        service.hold(request, prepared.requests)  # before it waits: others are read in that time
         return prepared
 
 
