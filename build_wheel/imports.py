@@ -8,12 +8,14 @@ a module name made at run time must be derived from `__name__` or `__package__`.
 import ast
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from pathlib import Path
 
 PACKAGES = ("core", "frontend", "ipc", "kernels", "tools")
 HOME = "engine_core"
+#: Fields of statements, handlers and cases that are lists of such.
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
 _FROM = re.compile(rb"from(?:[ \t\f]|\\(?:\r\n|\r|\n))*")
 
 
@@ -26,7 +28,7 @@ def move_imports(source: str, packages: Collection[str] = PACKAGES, home: str = 
     content = source.encode()
     starts = [0, *accumulate(map(len, content.splitlines(keepends=True)))]  # offset of each line, in bytes
     insertions: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] in packages:
@@ -39,6 +41,16 @@ def move_imports(source: str, packages: Collection[str] = PACKAGES, home: str = 
     for offset, text in sorted(insertions, reverse=True):
         content = content[:offset] + text.encode() + content[offset:]
     return content.decode()
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield all statements. They are a tenth of the nodes that ast.walk() visits: no expression has an import."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        yield node
+        for field in _BLOCKS:
+            left += getattr(node, field, ())
 
 
 def _binding(alias: ast.alias, home: str) -> str:
@@ -56,8 +68,11 @@ def _span(node: ast.alias | ast.stmt, starts: list[int]) -> tuple[int, int]:
     return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
 
-def copy_moved(source: Path, target: Path) -> None:
-    """Copy a folder without caches, and move the imports of its Python files. Errors: OSError, SyntaxError."""
+def copy_moved(source: Path, target: Path, *left_out: str) -> None:
+    """Copy a folder without caches, and move the imports of its Python files.
+
+    left_out: patterns of names of files that are not copied. Errors: OSError, SyntaxError.
+    """
 
     def copy(old: str, new: str) -> None:
         if old.endswith(".py"):
@@ -65,4 +80,5 @@ def copy_moved(source: Path, target: Path) -> None:
         else:
             shutil.copyfile(old, new)
 
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".*"), copy_function=copy)
+    ignored = shutil.ignore_patterns("__pycache__", ".*", *left_out)
+    shutil.copytree(source, target, ignore=ignored, copy_function=copy)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from build_wheel.imports import PACKAGES, move_imports
+from build_wheel.imports import PACKAGES
 from ipc.version import VERSION
 from kernels.cpu.build import usable_variants
-from tests.build_wheel.suite import ROOT, build, environment, site_packages, suite_command, write_suite
+from tests.build_wheel.suite import ROOT, build, environment, moved, site_packages, suite_command, write_suite
 from tests.fake_tokens import fake_tokens
 
 pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
@@ -42,13 +42,12 @@ def sources() -> dict[str, bytes]:
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "engine_core", *PACKAGES]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     names = [name for name in listed if (ROOT / name).exists()]
-    moved = {}
+    found = {}
     for name in names:
-        content = (ROOT / name).read_bytes()
-        moved[name if name.startswith("engine_core/") else f"engine_core/{name}"] = (
-            move_imports(content.decode()).encode() if name.endswith(".py") else content
-        )
-    return moved
+        path = ROOT / name
+        content = moved(path).encode() if name.endswith(".py") else path.read_bytes()
+        found[name if name.startswith("engine_core/") else f"engine_core/{name}"] = content
+    return found
 
 
 def test_the_wheel_is_one_package_with_all_sources_and_the_licence(wheel: Path) -> None:
@@ -163,7 +162,7 @@ def test_serve_and_generate_run_from_another_folder(installed: Path, tmp_path: P
 
 def test_the_end_to_end_tests_pass_against_the_wheel(installed: Path, tmp_path: Path) -> None:
     """All tests do: `make test-wheel`."""
-    write_suite(tmp_path)
+    write_suite(tmp_path, *END_TO_END)
     with tempfile.TemporaryDirectory(prefix="w-") as base:  # short: socket paths have a limit of 107 bytes
         command = suite_command(installed, "--basetemp", base, "-p", "no:cacheprovider", *END_TO_END)
         done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
