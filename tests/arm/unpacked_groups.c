@@ -127,6 +127,11 @@ static int wrong_of_rows(int type, int rows) {
     return wrong;
 }
 #if defined(INT8_ALL_UNPACKED)
+/* Only the functions that run are compiled. */
+#undef INT8_UNPACKED_ROW
+#define INT8_UNPACKED_ROW(rows) \
+    {[Q8_0] = bytes_##rows, [Q4_1] = moved_up_##rows, [Q6_K] = halves_##rows, [Q2_K] = halves_moved_up_##rows}
+
 static int wrong_of_unpacked(void) {
     static const Int8Function functions[INT8_ROWS][IQ2_XXS + 1] = INT8_ALL_UNPACKED;
     static const int types[] = {Q8_0, Q4_1, Q6_K, Q2_K};
