@@ -18,7 +18,7 @@ from engine_core import LLM, SamplingParams
 
 PROMPT = "The three laws of robotics are"
 _START_S = 1800  # a busy machine emulates slowly
-_PATIENCE = ("--start-timeout", str(_START_S), "--hang-timeout", str(_START_S))
+_PATIENCE = {"start-timeout": _START_S, "hang-timeout": _START_S, "client-lease-ms": 1000 * _START_S}
 
 
 def said(llm: LLM, num_tokens: int) -> dict[str, Any]:
@@ -40,8 +40,9 @@ def over_the_socket(options: dict[str, Any], num_tokens: int) -> dict[str, Any]:
     """Return what a client of a served engine gets."""
     with tempfile.TemporaryDirectory(prefix="ec-") as folder:
         address = f"ipc://{folder}/engine"
-        flags = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-        command = [sys.executable, "-P", "-m", "engine_core", "serve", "--listen", address, *_PATIENCE, *flags]
+        named = {**_PATIENCE, **{name.replace("_", "-"): value for name, value in options.items()}}
+        flags = [part for name, value in named.items() for part in (f"--{name}", str(value))]
+        command = [sys.executable, "-P", "-m", "engine_core", "serve", "--listen", address, *flags]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as server:
             try:
                 end = time.monotonic() + _START_S
