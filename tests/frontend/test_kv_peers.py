@@ -1,10 +1,12 @@
 """LLM with peers: an engine fetches the KV blocks that another has computed, and no token changes."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from core.tiers.peers import PAUSE_S
 from engine_core import LLM
 from ipc.errors import AddressError, ConfigError, EngineStartError
 from ipc.options.block_stores import make_key_file
@@ -23,8 +25,13 @@ def test_blocks_come_from_a_peer_while_it_lives_and_are_computed_when_it_is_gone
         assert first[1] == [0] * 4
         assert giver.statistics().num_fetched_blocks == 0
         with LLM(model, **SIZES, kv_peers=address, kv_key_file=key) as taker:
-            second = answers(taker)
-            assert second[0] == first[0]
+            for _ in range(3):  # on a busy machine a peer may be late, and is not asked for a while then
+                second = answers(taker)
+                assert second[0] == first[0]
+                if second[1][1:] == [160] * 3:
+                    break
+                time.sleep(PAUSE_S)
+                taker.reset_prefix_cache()
             assert second[1][1:] == [160] * 3, "the peer's KV cache has the last of them, and its host those before"
             assert taker.statistics().num_fetched_blocks >= 60
             giver.close()
