@@ -8,11 +8,13 @@ from ipc.options.step_sizes import SizedConfig, chosen_sizes
 DEFAULT_ENCODER_CACHE_BYTES = 256 << 20  # 1,800 images of 64 tokens of 576 numbers
 
 
-def token_budget(config: SizedConfig, max_model_len: int, max_whole_tokens: int = 0, *, device_bytes: int = 0) -> int:
+def token_budget(
+    config: SizedConfig, max_model_len: int, max_whole_tokens: int = 0, *, device_bytes: int = 0, wanted: int = 0
+) -> int:
     """Return the configured max_num_batched_tokens, or its default: at least max_model_len without chunked prefill.
 
     max_whole_tokens: see ModelInfo. A step must fit this many tokens plus one token of every other row. device_bytes:
-    see chosen_sizes().
+    see chosen_sizes(). wanted: the default is at least this.
     Errors: ConfigError if the given budget is too small for a whole prompt of max_model_len tokens, or for
     max_whole_tokens; and if long_prefill_token_threshold is.
     """
@@ -30,14 +32,14 @@ def token_budget(config: SizedConfig, max_model_len: int, max_whole_tokens: int 
                 f"long_prefill_token_threshold={config.long_prefill_token_threshold}: an image's {max_whole_tokens} "
                 f"tokens are computed in one step: set it to at least {max_whole_tokens}"
             )
-        return given or max(chosen, least)
+        return given or max(chosen, least, wanted)
     if given is not None and given < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={given} is less than max_model_len={max_model_len}, and with "
             "enable_chunked_prefill=false a whole prompt must fit one step: leave max_num_batched_tokens out, set it "
             f"to at least {max_model_len}, or set max_model_len to at most {given}"
         )
-    return given or max(chosen, max_model_len)
+    return given or max(chosen, max_model_len, wanted)
 
 
 def encoder_sizes(config: EngineConfig, info: ModelInfo, num_step_tokens: int) -> dict[str, int]:

@@ -44,9 +44,9 @@ class Prepared(NamedTuple):
     description: ModelDescription | None = None
 
 
-def prepare(config: EngineConfig, report: Report) -> Prepared:
-    """Load the model and create its KV cache. Errors: those of ipc.errors about the config, the model's files and
-    memory.
+def prepare(config: EngineConfig, report: Report, *, step_tokens: int = 0) -> Prepared:
+    """Load the model and create its KV cache. step_tokens: see resolve(). Errors: those of ipc.errors about the config,
+    the model's files and memory.
     """
     # Imported late, as below.
     from core.model_files.settings.default_sampling import read_default_sampling
@@ -73,6 +73,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
         total_memory_bytes=usable_memory_bytes(),
         num_cpus=usable_cpus(),
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
+        step_tokens=step_tokens,
     )
     if config.max_model_len is None and resolved.max_model_len < executor.info.max_model_len:
         option = "kv_cache_memory_bytes" if config.num_blocks_override is None else "num_blocks_override"

@@ -47,6 +47,7 @@ def resolve(
     total_memory_bytes: int,
     num_cpus: int,
     device_bytes: int | None = None,
+    step_tokens: int = 0,
 ) -> ResolvedConfig:
     """Return the config with every size set.
 
@@ -54,7 +55,8 @@ def resolve(
     encoder_cache_size, kv_cache_memory_bytes, num_blocks_override (the number of KV blocks, including the null block),
     threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and async_scheduling. Costs of preemption that
     are not given are 1 until resolve_costs(), which needs the cache.
-    device_bytes: free bytes for the cache on a device. An encoder computes whole prompts and caches none of them.
+    device_bytes: free bytes for the cache on a device. step_tokens: what max_num_batched_tokens is at least by default,
+    unless requests then take more of the cache. An encoder computes whole prompts and caches none of them.
 
     Errors: ConfigError if max_model_len exceeds the model's, kv_window or kv_page_blocks differ from the model's,
     kv_dir has too few blocks on the host, or max_num_batched_tokens, max_num_encoder_input_tokens or
@@ -75,7 +77,10 @@ def resolve(
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     room = _room(config, info)
     max_model_len = _max_model_len(config, info, room, available, memory_bytes, bytes_per_block)
-    budget = token_budget(config, max_model_len, info.max_whole_tokens, device_bytes=info.device_memory_bytes)
+    wanted = 0 if info.kv_page_blocks else step_tokens
+    budget = token_budget(
+        config, max_model_len, info.max_whole_tokens, device_bytes=info.device_memory_bytes, wanted=wanted
+    )
     useful = config.max_num_seqs * room.num_pages(max_model_len) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)

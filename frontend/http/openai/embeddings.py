@@ -228,6 +228,8 @@ async def _pool(
         if body.add_generation_prompt is None and not body.continue_final_message:
             chats[0].add_generation_prompt = prompts_of_model.opens_answer
         call = call._replace(prompt_name="")
+    if any(has_images(chat.messages) for chat in chats):
+        service.holdings.check(1)  # before they are fetched
     render = render_prompt if is_chat else _image_alone
     with contextlib.ExitStack() as held:
         async with with_fetched(service, request, chats):

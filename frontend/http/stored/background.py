@@ -209,6 +209,9 @@ async def _begin_again(shared: Shared, run: Run, pause_s: float) -> ResponsesFor
         request = _unheard(key_of(run.kept.tenant), run.kept.id)
         try:
             return _follow(run, await _submit(shared, run, request))
+        except asyncio.CancelledError:
+            request.end()
+            raise
         except Exception as error:
             request.end()
             length = 0 if request.service is None else request.service.max_model_len

@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from core import log
 from core.execution.executor import Costs, ModelInfo, StepCosts
@@ -103,6 +104,19 @@ def test_the_budget_of_a_step_is_512_and_for_whole_prompts_at_least_the_longest(
     assert resolved(**whole, max_model_len=1000).max_num_batched_tokens == 1000
     assert resolved(**whole, max_model_len=100).max_num_batched_tokens == 512
     assert resolved(**whole, num_blocks_override=51).max_num_batched_tokens == 50 * 16  # what the cache has room for
+
+
+def test_a_larger_budget_is_a_default_only() -> None:
+    def budget(info: ModelInfo = INFO, **options: object) -> int:
+        config = EngineConfig(**options)  # type: ignore[arg-type]
+        chosen = resolve(config, info, blocks_in, total_memory_bytes=64 * GIB, num_cpus=1, step_tokens=1024)
+        return chosen.max_num_batched_tokens
+
+    assert budget() == 1024
+    assert budget(max_num_batched_tokens=64) == 64
+    assert budget(enable_chunked_prefill=False) == INFO.max_model_len == 2048
+    assert budget(replace(INFO, max_whole_tokens=2000), max_num_seqs=9) == 2008
+    assert budget(replace(INFO, kv_window=64, kv_page_blocks=2)) == 512, "requests would take more of the cache"
 
 
 @pytest.mark.parametrize(

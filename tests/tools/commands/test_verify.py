@@ -214,10 +214,10 @@ def test_a_step_has_a_whole_answer_unless_the_caller_chose_another_budget(site: 
     claims = [claim_of(one) for one in site.receipts]
     own = {name: value for name, value in site.options.items() if name != "max_num_batched_tokens"}
     steps = []
-    for chosen in ({}, {"max_num_batched_tokens": 64}):
+    for chosen, expected in (({}, 1024), ({"max_num_batched_tokens": 64}, 64)):
         verifier = Verifier(config_from_options(**{**own, **chosen}))
         try:
-            assert verifier.config.max_num_batched_tokens == (64 if chosen else 1024)
+            assert verifier.config.max_num_batched_tokens == expected
             assert verifier.verify(claims) == [Outcome()] * len(claims)
             steps.append(verifier.num_steps)
         finally:

@@ -47,15 +47,15 @@ class Outcome(NamedTuple):
 
 
 class LocalEngine:
-    """An engine whose steps are calls, until close().
+    """An engine whose steps are calls, until close(). step_tokens: see resolve().
 
     Errors: those of an engine's start.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, step_tokens: int = 0) -> None:
         none: dict[str, Any] = {"capture": None, "async_scheduling": False, "request_metrics": False}
         none["scheduler_cls"] = BUILT_IN_SCHEDULER  # no token depends on it
-        prepared = prepare(msgspec.structs.replace(config, **none), lambda phase: None)
+        prepared = prepare(msgspec.structs.replace(config, **none), lambda phase: None, step_tokens=step_tokens)
         self.config, self._executor = prepared.config, prepared.executor
         self.tokenizer_hash, self._files = prepared.tokenizer.tokenizer_hash, prepared.tokenizer.files
         self._engine = EngineCore(self.config, self._executor)

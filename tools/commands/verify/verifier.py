@@ -59,8 +59,8 @@ class Verifier(LocalEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS, step_ns=_ANY_STEP_NS)
-        tokens = config.max_num_batched_tokens or (_STEP_TOKENS if config.device == "cpu" else None)
-        super().__init__(msgspec.structs.replace(config, speculative_config=drafts, max_num_batched_tokens=tokens))
+        tokens = _STEP_TOKENS if config.device == "cpu" else 0
+        super().__init__(msgspec.structs.replace(config, speculative_config=drafts), tokens)
         speculation = self.scheduler.speculation
         most = min(MOST_DRAFTS, max(MAX_DRAFTS, _MAX_LOGITS_BYTES // (4 * self.info.vocab_size)))
         if self.info.state_bytes:  # each draft needs a place for the state before it

@@ -56,7 +56,7 @@ INLINE int find_roots(Columns *columns, const Floats scale, const int v) {
     const __m512i upper = (__m512i)_mm512_cvtne2ps_pbh((__m512)(three + two + two), (__m512)(three + two));
     _mm512_store_si512(columns->roots[v * LANES], _mm512_permutex2var_epi16(lower, first, upper));
     _mm512_store_si512(columns->roots[v * LANES + 8], _mm512_permutex2var_epi16(lower, last, upper));
-    return _mm512_test_epi32_mask((__m512i)scale, (__m512i)scale) == 0xffff;
+    return _mm512_cmp_ps_mask((__m512)scale, _mm512_setzero_ps(), _CMP_NEQ_UQ) == 0xffff; /* -0 is 0 */
 }
 
 INLINE __m512i load_four_times(const void *from) { return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)from)); }
