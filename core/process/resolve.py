@@ -77,10 +77,7 @@ def resolve(
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     room = _room(config, info)
     max_model_len = _max_model_len(config, info, room, available, memory_bytes, bytes_per_block)
-    wanted = 0 if info.kv_page_blocks else step_tokens
-    budget = token_budget(
-        config, max_model_len, info.max_whole_tokens, device_bytes=info.device_memory_bytes, wanted=wanted
-    )
+    budget = _budget(config, info, max_model_len, 0 if info.kv_page_blocks else step_tokens)
     useful = config.max_num_seqs * room.num_pages(max_model_len) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)
@@ -142,6 +139,11 @@ def _kv_window(config: SizedConfig, info: ModelInfo) -> int:
     return info.kv_window if given is None else given
 
 
+def _budget(config: SizedConfig, info: ModelInfo, max_model_len: int = 0, wanted: int = 0) -> int:
+    memory = info.device_memory_bytes
+    return token_budget(config, max_model_len, info.max_whole_tokens, device_bytes=memory, wanted=wanted)
+
+
 def _room(config: SizedConfig, info: ModelInfo) -> CacheRoom:
     """Return how much of the cache requests take: pages, if layers with a window have their own blocks."""
     if config.kv_page_blocks not in (None, info.kv_page_blocks):
@@ -151,7 +153,7 @@ def _room(config: SizedConfig, info: ModelInfo) -> CacheRoom:
         )
     num_step_tokens = 0
     if info.kv_page_blocks:
-        num_step_tokens = token_budget(config, 0, info.max_whole_tokens, device_bytes=info.device_memory_bytes)
+        num_step_tokens = _budget(config, info)
     return cache_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
 
 
